@@ -1,4 +1,4 @@
-"""What a GPU does with a model that no plan counts, said before training."""
+"""Warnings, given before training, of memory that a GPU needs for a model and no plan counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 
 def warn_of_gpu(module: nn.Module, device: torch.device) -> None:
-    """Warns of CUDA graphs, and of algorithms of convolutions that are tried."""
+    """Warns of CUDA graphs, and of cuDNN's search for algorithms of convolutions."""
     if device.type == "cuda":
         for note in _notes(module):
             rank_zero_warn(f"OSDP: {note}")
@@ -34,7 +34,7 @@ def _notes(module: nn.Module) -> Iterator[str]:
 
 
 def _records_graphs(module: nn.Module) -> bool:
-    """Whether what compiles this module, as a wrapper, in place or by Lightning, has graphs recorded."""
+    """Tells whether a module is compiled with CUDA graphs: by a wrapper, in place, or by Lightning."""
     if isinstance(module, OptimizedModule):
         config = module.dynamo_ctx.compiler_config
     elif getattr(module, "_compiler_ctx", None) is not None:

@@ -1,4 +1,4 @@
-"""Which plan a model is sharded by: the user's, the one that it had, none, or a new one, where a Trainer is to fit."""
+"""Choice of the plan that a model is sharded by: the user's, the model's earlier one, a new one for a fit, or none."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ UNVALIDATED = (
     "unvalidated on CUDA: predicted seconds and bytes, with libraries' workspaces, offloading and what memory_limit"
     " leaves for the allocator, were compared with measurements on CPU only"
 )
-"""In the plan of a fit on GPUs."""
+"""Note in each plan of a fit on GPUs."""
 
 
 class Choice(NamedTuple):
-    """What a model is sharded by; all but the division is None where it was not computed."""
+    """Plan and division that a model is sharded by; other fields are None unless the plan was made for this fit."""
 
     plan: Plan | None
     division: Division
     given: Plan | None = None
-    """As the user gave it; the plan may have other micro-batches."""
+    """Plan as the user gave it; the plan in use may have other micro-batches."""
     groups: Sequence[ParameterGroup] | None = None
-    """Of the parameters of the whole model's optimizers, until there are those of the sharded one."""
+    """Parameter groups of the whole model, until they are compared with those of the sharded one."""
     watch: BatchWatch | None = None
-    """For larger batches than what was planned for."""
+    """Warning of batches larger than the profiled one."""
     profile: ModelProfile | None = None
     cluster: Cluster | None = None
 
@@ -70,9 +70,9 @@ class Choice(NamedTuple):
 def choose_plan(
     module: pl.LightningModule, options: Options, *, known: Plan | None, resumed: Resumed | None = None
 ) -> Choice:
-    """A plan, or none; it may be the one `known` of the model that the strategy had before.
+    """Chooses a plan, or none; ``known`` is the plan of the model that the strategy had before.
 
-    A fit that is `resumed` goes on in the micro-batches of its checkpoint.
+    A ``resumed`` fit keeps the micro-batches of its checkpoint.
 
     Raises:
         ConfigurationError: the model is sharded already, or the given plan contradicts another option.
@@ -108,16 +108,16 @@ def choose_manual_plan(
     if options.batch_size in ("auto", "divide"):
         options = replace(options, batch_size="keep")
     try:
-        found = choose_plan(module, options, known=known, resumed=resumed)
+        choice = choose_plan(module, options, known=known, resumed=resumed)
     except ProfileError as error:
         return f"its step cannot be profiled as one backward of the sum of its losses: {error}"
-    units = () if found.plan is None else found.plan.units  # evaluated before there is one
+    units = () if choice.plan is None else choice.plan.units  # None where the model is evaluated before a fit
     shared = next((operator for unit in units if not unit.name for operator in unit.operators), None)
-    return f"{shared!r} shares parameters with another child" if shared else found
+    return f"{shared!r} shares parameters with another child" if shared else choice
 
 
 def _given_plan(module: pl.LightningModule, options: Options) -> Plan:
-    """The user's plan, checked."""
+    """Reads the user's plan and checks that it fits model, ranks and options."""
     given, memory_limit_bytes = options.plan, options.memory_limit_bytes
     plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
     plan.check_matches(fingerprint(module), world_size=module.trainer.world_size, node_size=options.node_size)
@@ -131,21 +131,21 @@ def _given_plan(module: pl.LightningModule, options: Options) -> Plan:
 
 
 def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> None:
-    """Returns if the plan adds up gradients in float32 where that was asked for."""
-    found = next((unit for unit in plan.units if "reduce" in unit.treatments[0]), None)
-    if options.accumulate_in_fp32 and "mixed" in precision and found is not None:
+    """Raises a `ConfigurationError` if units accumulate gradients in low precision, against the user's option."""
+    late = next((unit for unit in plan.units if "reduce" in unit.treatments[0]), None)
+    if options.accumulate_in_fp32 and "mixed" in precision and late is not None:
         raise ConfigurationError(
-            f"Expected a plan with sync='every' for accumulate_in_fp32=True in {precision}, got sync={found.sync!r} for"
-            f" unit {found.name!r}, whose gradients would add up in low precision. Leave accumulate_in_fp32 out, or"
+            f"Expected a plan with sync='every' for accumulate_in_fp32=True in {precision}, got sync={late.sync!r} for"
+            f" unit {late.name!r}, whose gradients would add up in low precision. Leave accumulate_in_fp32 out, or"
             " plan anew by leaving out plan."
         )
 
 
 def divide_plan(trainer: pl.Trainer, plan: Plan, options: Options, resumed: Resumed | None) -> tuple[Plan, Division]:
-    """A plan that was there before this fit in the micro-batches that are trained, and how they come about.
+    """Adapts a plan made before this fit to the micro-batches of this fit, or of the checkpoint to resume.
 
     Raises:
-        ConfigurationError: these are larger than what the plan was made for, as only its checkpoint wants it.
+        ConfigurationError: the checkpoint counts in micro-batches that need more memory than the plan's.
     """
     division, used = division_of_plan(trainer, plan, options)
     saved = None if resumed is None else division.resumed(resumed.division)
@@ -166,14 +166,20 @@ def divide_plan(trainer: pl.Trainer, plan: Plan, options: Options, resumed: Resu
 
 
 def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, resumed: Resumed | None) -> Choice:
-    """A plan by rank 0 for all; raises an `OSDPError` on all, where any of them cannot profile or no plan fits."""
+    """Plans a fit: all ranks profile, rank 0 plans for all.
+
+    Raises:
+        OSDPError: a rank cannot profile, or no plan fits; raised on all ranks.
+    """
     device, cluster = trainer.strategy.root_device, _measured_cluster(trainer, module, options)
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         profiler = FitProfiler(trainer, module, options, progress)
         profile = on_all_ranks(profiler.first)
         current = common_size(profiler.loaders) or samples_in(profiler.batch)
         allowed, windows = allowed_micro_batches(trainer, options, profiler.loaders, current, profiler.why_not_mean)
-        reason = _why_kept(options, allowed, profiler)
+        reason = None
+        if options.batch_size == "auto" and len(allowed.micro_batch_sizes) > 1:  # "divide" asks for others in any case
+            reason = first_text(profiler.why_not_same())
         policy = allowed if reason is None else user_policy(allowed, current, trainer.world_size, reason)
         free_bytes = cluster.memory_bytes
         assert free_bytes is not None
@@ -199,7 +205,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             return plan
 
         is_scaled = not policy.micro_batch_sizes
-        fixed = None if resumed is None else _resumed_in(resumed, allowed, windows)  # a run goes on as it was trained
+        fixed = None if resumed is None else _resumed_in(resumed, allowed, windows)
         sizes = (allowed if fixed else policy).micro_batch_sizes
         try:
             plan = _kept_plan(partial(plan_for, profile), fixed or policy, allowed, None if fixed else reason)
@@ -219,17 +225,9 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
                 " was in is not continued at the same sample. To keep its steps, raise memory_limit, or accumulate."
             )
             plan = plan_for(profile, policy)
-        try:
-            measured = on_all_ranks(lambda: profiler.nearer(profile, plan.micro_batch_size, free_bytes=free_bytes))
-        except Exception as error:  # of the user's step, on every rank
-            raise_if_fatal(error)
-            measured = profile
-            rank_zero_warn(
-                f"OSDP: a micro-batch of {plan.micro_batch_size} samples cannot be profiled ({type(error).__name__}:"
-                f" {error}). What is planned of it follows from {profile.profiled_batch_size}."
-            )
-        if measured is not profile:
-            plan = plan_for(measured, policy)
+        nearer = _profile_nearer(profiler, profile, plan.micro_batch_size, free_bytes)
+        if nearer is not profile:
+            plan = plan_for(nearer, policy)
     if request.saved_plan is not None:
         _log_plan_source(plan, why_anew)
     if device.type == "cuda":
@@ -239,21 +237,21 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             f"OSDP: the micro-batch of {plan.micro_batch_size} is all that a rank has of the training data, so an epoch"
             " is one step. Give batch_size a number."
         )
-    told = _compared(plan, windows)
-    if told:
-        rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
-    is_own = windows is None and plan.micro_batch_size == current and not is_scaled
-    division = Division(None if is_own else workload_of(plan), windows, sizes, profiler.peeked, is_scaled)
-    return Choice(plan, division, None, profiler.groups, BatchWatch(profiler.batch), measured, cluster)
+    gain = tell_accumulation(plan, _with_user_windows(plan, windows))
+    if gain:
+        rank_zero_info(f"OSDP: {gain} (against your own micro-batches, each of which reduces all gradients)")
+    is_unchanged = windows is None and plan.micro_batch_size == current and not is_scaled
+    division = Division(None if is_unchanged else workload_of(plan), windows, sizes, profiler.peeked, is_scaled)
+    return Choice(plan, division, None, profiler.groups, BatchWatch(profiler.batch), nearer, cluster)
 
 
 def _measured_cluster(trainer: pl.Trainer, module: pl.LightningModule, options: Options) -> Cluster:
-    """Ranks and links; says how fast these are."""
+    """Measures ranks and links, and logs how fast links are."""
     device = trainer.strategy.root_device
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         progress("measuring links and the overhead of a unit", "")
         tensors = (*module.parameters(), *module.buffers())
-        model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)  # of configure_model
+        model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)  # made in configure_model
         cluster = measure_cluster(
             device, local_ranks=trainer.num_devices, model_bytes=model_bytes, node_size=options.node_size
         )
@@ -268,12 +266,25 @@ def _measured_cluster(trainer: pl.Trainer, module: pl.LightningModule, options: 
     return cluster
 
 
+def _profile_nearer(profiler: FitProfiler, profile: ModelProfile, size: int, free_bytes: int) -> ModelProfile:
+    """Profiles again near the planned micro-batch, as `FitProfiler.nearer`; if the step fails, keeps the profile."""
+    try:
+        return on_all_ranks(lambda: profiler.nearer(profile, size, free_bytes=free_bytes))
+    except Exception as error:  # the user's step may raise any
+        raise_if_fatal(error)
+        rank_zero_warn(
+            f"OSDP: a micro-batch of {size} samples cannot be profiled ({type(error).__name__}: {error}). What is"
+            f" planned of it follows from {profile.profiled_batch_size}."
+        )
+        return profile
+
+
 def _resumed_in(resumed: Resumed, policy: BatchPolicy, windows: Windows | None) -> BatchPolicy | None:
-    """The micro-batches that the checkpoint of a run counts in, where these are among what may be chosen."""
+    """Policy of the micro-batches that the checkpoint counts in; None where this run may not choose them."""
     saved, sizes = resumed.division, policy.micro_batch_sizes
     if windows is not None:
-        found = Division(windows=windows, sizes=sizes).resumed(saved)
-        return None if found is None else BatchPolicy.divide(found.num_samples, (found.micro_batch_size,))
+        workload = Division(windows=windows, sizes=sizes).resumed(saved)
+        return None if workload is None else BatchPolicy.divide(workload.num_samples, (workload.micro_batch_size,))
     if sizes or saved is None or saved.micro_batch_size > (policy.max_micro_batch_size or MOST_SAMPLES):
         return None
     return BatchPolicy.fixed(saved.micro_batch_size, policy.num_micro_batches)
@@ -289,45 +300,40 @@ def _log_plan_source(plan: Plan, why_anew: str) -> None:
         )
 
 
-def _why_kept(options: Options, allowed: BatchPolicy, profiler: FitProfiler) -> str | None:
-    """Why micro-batches stay where nobody asked for others, though some are allowed; the same on all ranks."""
-    is_asked = options.batch_size == "auto" and len(allowed.micro_batch_sizes) > 1
-    return first_text(profiler.why_not_same()) if is_asked else None
-
-
 def _kept_plan(
     search: Callable[[BatchPolicy], Plan], policy: BatchPolicy, allowed: BatchPolicy, reason: str | None
 ) -> Plan:
-    """A plan; where the user's micro-batches stay for a reason, says so, and what others would gain."""
+    """Searches a plan; where the user's micro-batches stay for a reason, logs it and what others would gain."""
     if reason is None:
         return search(policy)
     divided, samples_per_s = search(allowed), 0.0
     try:
         plan = search(policy)
         samples_per_s = plan.samples_per_s
-    finally:
+    finally:  # also where no plan fits: other micro-batches may be the remedy
         (size,), num_samples = policy.micro_batch_sizes, policy.num_samples or 0
-        told = "No others are predicted to be faster"
+        text = "No others are predicted to be faster"
         if divided.micro_batch_size != size:
-            gain = (
-                f", {divided.samples_per_s / samples_per_s:.3g} times the samples/s predicted" if samples_per_s else ""
+            text = (
+                "batch_size='divide', which does not look at that, makes them"
+                f" {divided.micro_batch_size} x {divided.num_micro_batches}"
             )
-            others = f"{divided.micro_batch_size} x {divided.num_micro_batches}"
-            told = f"batch_size='divide', which does not look at that, makes them {others}{gain}"
-        rank_zero_info(f"OSDP: micro-batches stay {size} x {num_samples // size}: {reason}. {told}.")
+            if samples_per_s:
+                text += f", {divided.samples_per_s / samples_per_s:.3g} times the samples/s predicted"
+        rank_zero_info(f"OSDP: micro-batches stay {size} x {num_samples // size}: {reason}. {text}.")
     return plan
 
 
-def _compared(plan: Plan, windows: Windows | None) -> str:
-    """What dividing and accumulating as planned costs and saves, in a sentence; empty if nothing is different."""
+def _with_user_windows(plan: Plan, windows: Windows | None) -> Plan:
+    """Gives a plan the user's micro-batches, each of which reduces all gradients."""
     size = plan.micro_batch_size if windows is None else windows.micro_batch_size
     number = plan.micro_batch_size * plan.num_micro_batches // size
     units = tuple(unit.treated(reduce="every") for unit in plan.units)
-    return tell_accumulation(plan, replace(plan, micro_batch_size=size, num_micro_batches=number, units=units))
+    return replace(plan, micro_batch_size=size, num_micro_batches=number, units=units)
 
 
 def _limit_bytes(options: Options, free_bytes: int, device: torch.device) -> int:
-    """Of every rank; says what it is, or that it is more than there is."""
+    """Memory limit of every rank; logs where it comes from, or warns that it is more than there is."""
     memory_limit_bytes = options.memory_limit_bytes or round(options.memory_share * free_bytes)
     free = f"{format_bytes(free_bytes)}, the rank's share of the memory that this machine has free"
     if device.type == "cuda":
@@ -348,7 +354,7 @@ def _limit_bytes(options: Options, free_bytes: int, device: torch.device) -> int
 
 
 def _search_space(options: Options, precision: str) -> SearchSpace:
-    """What may be chosen: under mixed precision, only sums of gradients in float32 if that was asked for."""
+    """Search space of the user; with ``accumulate_in_fp32`` under mixed precision, each micro-batch reduces."""
     space = options.search_space
     if not options.accumulate_in_fp32 or "mixed" not in precision:
         return space

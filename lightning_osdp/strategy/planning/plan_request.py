@@ -1,4 +1,4 @@
-"""What a fit's plan is made for: it is searched, or kept where a checkpoint has one that still is what is wanted."""
+"""Request for the plan of a fit, which is the checkpoint's where that still meets the request, or a new one."""
 
 from __future__ import annotations
 
@@ -17,30 +17,34 @@ from lightning_osdp.errors import ConfigurationError, PlanFormatError
 from lightning_osdp.scheduler import PlanMethod, judge_plan, make_plan
 from lightning_osdp.strategy.batching.division import division_text
 
-_VARIES = 1.1
-"""Of the memory that is free, between runs of the same."""
+_MEMORY_VARIATION = 1.1
+"""Factor by which the free memory may differ between equal runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a plan is for, whatever its micro-batches, and how it is searched."""
+    """Cluster, limits and search options of a plan, without profile and micro-batches."""
 
     cluster: Cluster
     memory_limit_bytes: int
     limit_varies: bool
-    """Whether the limit is of the memory that happens to be free."""
+    """True if the limit is a share of the memory that happens to be free."""
     search_space: SearchSpace
     method: PlanMethod
     engine: FSDP2
     saved_plan: str | None
-    """The plan of the checkpoint that a fit goes on from, as JSON text; None where there is none."""
+    """Plan of the checkpoint that the fit resumes, as JSON text; None where there is none."""
 
     def plan(self, profile: ModelProfile, policy: BatchPolicy, progress: Progress) -> tuple[Plan, str]:
-        """The checkpoint's plan, or the fastest one with why that is not kept; raises an `InfeasibleError`."""
-        kept = "" if self.saved_plan is None else self._judge_saved_plan(self.saved_plan, profile, policy)
-        if isinstance(kept, Plan):
-            return kept, ""
-        found = make_plan(
+        """Gives the checkpoint's plan, or the fastest plan and the reason why the checkpoint's is not kept.
+
+        Raises:
+            InfeasibleError: no plan fits the limit.
+        """
+        judged = "" if self.saved_plan is None else self._judge_saved_plan(self.saved_plan, profile, policy)
+        if isinstance(judged, Plan):
+            return judged, ""
+        plan = make_plan(
             profile,
             self.cluster,
             memory_limit_bytes=self.memory_limit_bytes,
@@ -50,10 +54,10 @@ class PlanRequest:
             engine=self.engine,
             progress=progress,
         )
-        return found, kept
+        return plan, judged
 
     def _judge_saved_plan(self, text: str, profile: ModelProfile, policy: BatchPolicy) -> Plan | str:
-        """A checkpoint's plan as it is predicted now; or why it is not what is wanted."""
+        """Predicts a checkpoint's plan in this run; or says why the plan does not meet the request."""
         try:
             plan = Plan.from_json(text, source="the plan in the checkpoint")
             why = next(filter(None, self._differences(plan, profile, policy)), "")
@@ -62,9 +66,9 @@ class PlanRequest:
             judged = judge_plan(plan, profile, self.cluster, memory_limit_bytes=self.memory_limit_bytes)
         except (PlanFormatError, ConfigurationError) as error:
             return str(error).removesuffix(".")
-        gathered = {unit.name: unit.parameter_bytes for unit in judged.units}
-        # where the plan does not say, it is somebody's own
-        if any(unit.parameter_bytes not in (0, gathered[unit.name]) for unit in plan.units):
+        parameter_bytes = {unit.name: unit.parameter_bytes for unit in judged.units}
+        # 0 in a plan that was written by hand
+        if any(unit.parameter_bytes not in (0, parameter_bytes[unit.name]) for unit in plan.units):
             return "its units gather parameters in another precision"
         if judged.peak_bytes > self.memory_limit_bytes:
             return (
@@ -74,14 +78,14 @@ class PlanRequest:
         return judged
 
     def _differences(self, plan: Plan, profile: ModelProfile, policy: BatchPolicy) -> Iterator[str]:
-        """In what a plan was made for something else than what is wanted, whatever is predicted of it."""
+        """Yields in what the request of a plan differs from this one, the plan's predictions aside."""
         yield plan.differences(
             profile.fingerprint, world_size=self.cluster.world_size, node_size=self.cluster.node_size
         )
         size = plan.micro_batch_size
         if size not in policy.micro_batch_sizes or policy.workload(size) != workload_of(plan):
             yield f"it is for {division_text(workload_of(plan))}, and training goes on in others"
-        for name, own, wanted in (
+        for name, used, requested in (
             ("search", plan.solver or self.method.search, self.method.search),
             ("cost_model", plan.cost_model, self.method.cost_model),
             ("backward_prefetch", plan.backward_prefetch, self.engine.backward_prefetch),
@@ -89,16 +93,16 @@ class PlanRequest:
             ("activation_checkpointing_policy", plan.given_blocks, self.method.blocks or {}),
             ("search_space", plan.search_space, self._search_space),
         ):
-            if wanted not in (AUTO, own):
+            if requested not in (AUTO, used):
                 yield f"{name} is another one than it was made with"
-        before_bytes = plan.memory_limit_bytes
-        if self.memory_limit_bytes > before_bytes * (_VARIES if self.limit_varies else 1):
+        used_bytes = plan.memory_limit_bytes
+        if self.memory_limit_bytes > used_bytes * (_MEMORY_VARIATION if self.limit_varies else 1):
             yield (
-                f"memory_limit {format_bytes(self.memory_limit_bytes)} is larger than {format_bytes(before_bytes)},"
-                " which it was made for"
+                f"memory_limit {format_bytes(self.memory_limit_bytes)} is larger than {format_bytes(used_bytes)}, which"
+                " it was made for"
             )
 
     @property
     def _search_space(self) -> SearchSpace:
-        """As a plan has it: of blocks that were given, nothing is chosen."""
+        """Search space as a plan stores it: without activations where the user chose the blocks."""
         return self.search_space if self.method.blocks is None else replace(self.search_space, activations=("keep",))

@@ -1,4 +1,4 @@
-"""From a Trainer about to fit to the profile of its model, on a batch of its own training data."""
+"""Profile of the model of a Trainer that is about to fit, on a batch of its training data."""
 
 from __future__ import annotations
 
@@ -71,14 +71,18 @@ from lightning_osdp.strategy.runtime.all_ranks import broadcast_value, in_step
 _HOOKS_BEFORE_STEPS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
 _FAR = 2
-"""Factor by which a micro-batch may lie beyond the measured ones before it is measured itself."""
+"""Factor by which a micro-batch may differ from the profiled ones before it is profiled itself."""
 
 
 class FitProfiler:
-    """Profiles the module of a Trainer that is about to fit. All ranks call it.
+    """Profiler of the module of a Trainer that is about to fit. All ranks call its methods.
 
-    `first` sets what the fit begins with: its `loaders`, the sources `peeked` at that can be read only once, the
-    `batch` on the device, and the `optimizers` of the whole model, with the names in their `groups`.
+    Attributes:
+        loaders: the training loaders; like all attributes, set by `first`.
+        peeked: sources of loaders that can be read only once, with the items that were read.
+        batch: the profiled batch, on the device.
+        optimizers: optimizers and schedules of the whole model, which do nothing.
+        groups: parameter groups of these optimizers, by names of parameters.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, options: Options, progress: Progress) -> None:
@@ -87,7 +91,12 @@ class FitProfiler:
         self._is_too_large = False
 
     def first(self) -> ModelProfile:
-        """Profiles a batch of the data; raises a `ProfileError`, or a `ConfigurationError` if it cannot train here."""
+        """Profiles a batch of the training data.
+
+        Raises:
+            ProfileError: the model or the batch cannot be profiled.
+            ConfigurationError: the model cannot be trained on this device, or as shards.
+        """
         module = self._module
         if self._device.type == "cpu" and any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
             raise ConfigurationError(
@@ -105,8 +114,8 @@ class FitProfiler:
                     f"OSDP: {type(module).__name__} does not fit on one device whole, and is profiled by its shapes:"
                     " bytes are as ever, step times those of its operations one by one, which are less true."
                 )
-                nn.Module.to(module, "cpu")  # Lightning's own would have self.device be the CPU from then on
-            _move_torchmetrics_to_device(module, self._device)  # also those of a model that is not
+                nn.Module.to(module, "cpu")  # LightningModule.to would set self.device, which steps read
+            _move_torchmetrics_to_device(module, self._device)  # metrics are not part of what is too large
             self.batch = self._transferred(batch)
             with unread_loaders(self._trainer, self._shown):
                 self.optimizers = idle_optimizers(self._trainer, module)
@@ -114,10 +123,10 @@ class FitProfiler:
             return self._profile(self.batch)
 
     def nearer(self, model: ModelProfile, num_samples: int, *, free_bytes: int) -> ModelProfile:
-        """The same, measured with a micro-batch of so many samples if that is far from those that were measured.
+        """Profiles again with a micro-batch of so many samples, if that is far from the profiled ones.
 
-        What lies beyond these is a line through two of them: the less true, the farther away. The step runs unsharded
-        while it is measured; where there is no memory for that, everything stays as it was.
+        A profile is linear in the micro-batch, through two measured sizes, and so less accurate far from both. The step
+        runs unsharded while it is measured; where the memory is too small for that, the given profile is returned.
         """
         known = model.profiled_batch_size
         is_far = not known / (2 * _FAR) <= num_samples <= known * _FAR
@@ -129,7 +138,7 @@ class FitProfiler:
             return self._profile(batch)
 
     def why_not_mean(self) -> str | None:
-        """Why another division into micro-batches may train differently, by what the model does."""
+        """Says why the loss is not the mean over samples, so that other micro-batches would train differently."""
         for schedule in self.optimizers.schedules:
             if schedule.interval == "step" and schedule.frequency != 1:
                 return f"a learning-rate schedule with frequency {schedule.frequency} counts micro-batches"
@@ -138,25 +147,25 @@ class FitProfiler:
             return why_not_mean(module, training_step(module), self.batch, batch_size=samples_in(self.batch))
 
     def why_not_same(self) -> str | None:
-        """Why micro-batches may not be divided in another way unasked, by what user code does in each of them."""
+        """Says why other micro-batches may train differently, by what user code does in each of them."""
         trainer, module = self._trainer, self._module
-        found, logged, index = why_hooks_count(trainer, module), LoggedReductions(), BatchIndex(0)
-        if found is not None:
-            return found
+        reason, logged, index = why_hooks_count(trainer, module), LoggedReductions(), BatchIndex(0)
+        if reason is not None:
+            return reason
         with self._as_in_training():
             vars(module).update(log=logged, log_dict=logged)
             step = training_step(module, index)
             try:
-                found = why_state_differs(module, step, self.batch, batch_size=samples_in(self.batch))
+                reason = why_state_differs(module, step, self.batch, batch_size=samples_in(self.batch))
             except Exception:
-                if not index.is_read:
+                if not index.is_read:  # a step that indexes by batch_idx may fail with this index
                     raise
         if index.is_read:
             return "training_step reads batch_idx, which counts micro-batches"
-        return logged.why_not() or found or self._why_not_halves()
+        return logged.why_not() or reason or self._why_not_halves()
 
     def _why_not_halves(self) -> str | None:
-        """Why batches of half the samples are not halves of a batch."""
+        """Says why batches of half the samples are not halves of a batch, such as padding to the longest sample."""
         combined = copy.copy(self.loaders)
         (loader,) = combined.flattened
         size = loader_size(loader)
@@ -173,18 +182,18 @@ class FitProfiler:
 
     @property
     def _shown(self) -> CombinedLoader:
-        """The training loaders with the micro-batch that was asked for; one that is to be chosen is the user's own."""
-        wanted, found = self._options.batch_size, copy.copy(self.loaders)
-        if isinstance(wanted, int) and why_not_resizable(found) is None:
-            found.flattened = [with_batch_size(loader, wanted) for loader in found.flattened]
-        return found
+        """Training loaders with the micro-batch of ``batch_size``, or the user's own where the plan chooses it."""
+        batch_size, loaders = self._options.batch_size, copy.copy(self.loaders)
+        if isinstance(batch_size, int) and why_not_resizable(loaders) is None:
+            loaders.flattened = [with_batch_size(loader, batch_size) for loader in loaders.flattened]
+        return loaders
 
     def _without_values(self) -> AbstractContextManager[None]:
-        """Where some of the model's values are not on the device, none are there within it."""
+        """Puts all tensors of the model on meta, if some of them are not on the device."""
         return nullcontext() if self._has_values else without_values(self._module)
 
     def _transferred(self, batch: Any) -> Any:
-        """A batch of the loader as ``training_step`` gets it; what hooks of its transfer change is put back."""
+        """Moves a batch to the device as for ``training_step``, and restores what transfer hooks change."""
         try:
             with untouched(self._module):
                 return to_device(self._trainer, self._module, batch)
@@ -200,12 +209,12 @@ class FitProfiler:
 
     @property
     def _has_values(self) -> bool:
-        """Whether all of the model is on its device, or can be."""
+        """True if all tensors of the model are, or can be, on the device."""
         tensors = (*self._module.parameters(), *self._module.buffers())
         return not self._is_too_large and not any(tensor.is_meta for tensor in tensors)
 
     def _is_moved(self) -> bool:
-        """Moves the model to the device; False where there is no room. One that lacks values stays where it is."""
+        """Moves the model to the device; False where there is no room. A model with tensors on meta is not moved."""
         if not self._has_values:
             return True
         try:
@@ -217,12 +226,12 @@ class FitProfiler:
         return True
 
     def _chosen(self, loaders: CombinedLoader) -> tuple[Any, list[Peeked]]:
-        """The batch to profile, and what was read of loaders that can be read only once."""
-        wanted = self._options.profile_batch
-        if wanted is None:
+        """Reads the batch to profile; also gives the sources that can be read only once."""
+        profile_batch = self._options.profile_batch
+        if profile_batch is None:
             return first_batch(loaders)
-        if not isinstance(wanted, str):
-            return first_batch(loaders, wanted) if callable(wanted) else (wanted, [])
+        if not isinstance(profile_batch, str):
+            return first_batch(loaders, profile_batch) if callable(profile_batch) else (profile_batch, [])
         batch, peeked = first_batch(loaders, longest_batch)
         numbers = in_step(lambda: elements_in(batch), stage="looking for the longest batch")
         return broadcast_value(batch, numbers.index(max(numbers))), peeked
@@ -276,7 +285,7 @@ class FitProfiler:
 
 @contextmanager
 def _needing_hooks(module: pl.LightningModule) -> Iterator[None]:
-    """Says of an attribute that is not there yet which hook is to set it."""
+    """Names the hook in an error for an attribute that a later hook will set."""
     try:
         yield
     except AttributeError as error:
@@ -291,13 +300,11 @@ def _needing_hooks(module: pl.LightningModule) -> Iterator[None]:
 
 def _sets(module: nn.Module, hook: str, name: str) -> bool:
     code = getattr(getattr(type(module), hook, None), "__code__", None)
-    return code is not None and any(
-        each.opname == "STORE_ATTR" and each.argval == name for each in dis.get_instructions(code)
-    )
+    return code is not None and ("STORE_ATTR", name) in ((op.opname, op.argval) for op in dis.get_instructions(code))
 
 
 def unsharded_bytes(model: ModelProfile, num_samples: int) -> int:
-    """Parameters, gradients, what forward saves, and what one segment needs besides: a step without an optimizer."""
+    """Bytes of an unsharded step without optimizer: parameters, gradients, saved activations and a workspace."""
     states = sum(operator.parameter_bytes + operator.trainable_bytes for operator in model)
     workspaces = (
         max(segment.forward_workspace_bytes.at(num_samples), segment.backward_workspace_bytes.at(num_samples))

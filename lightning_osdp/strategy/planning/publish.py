@@ -1,4 +1,4 @@
-"""What people see of planning: its progress, then the plan, which is written, printed and checked while it trains."""
+"""Output of planning: progress, then the plan, which is written, printed and compared with measurements."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
 
 _LINES_APART_S = 10.0
-"""Where lines stay, a stage has one when it begins, and another no sooner than this after the last."""
+"""Least seconds between two lines of a stage, where lines are not overwritten."""
 
 
 @contextmanager
 def shown_progress(*, is_global_zero: bool) -> Iterator[Progress]:
-    """Something to tell progress to, which rank 0 shows: one changing line on a terminal, a few lines anywhere else.
+    """Yields a function that shows progress on rank 0: one changing line on a terminal, a few lines anywhere else.
 
-    The line on a terminal is drawn when it changes and by no thread, which would take time from what is measured.
+    No thread refreshes the line on a terminal, which would disturb measurements.
     """
     console = Console()
     if not is_global_zero:
@@ -75,9 +75,9 @@ def publish(
     *,
     state_dict_type: str = "full",
 ) -> None:
-    """Writes, draws and prints the plan on rank 0, and has its predictions checked while it trains. All ranks call it.
+    """Writes, draws and prints the plan on rank 0, and adds a `PlanMonitor` to a fit. All ranks call it.
 
-    What it was made of is written beside it, for `lightning-osdp`; it is None where a plan was given.
+    Profile and cluster are written beside the plan, for `lightning-osdp`; both are None where the plan was given.
     """
     path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILENAME
     is_kept = not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector; such a run leaves no files
@@ -87,7 +87,7 @@ def publish(
         advice: Sequence[Advice] = ()
         if profile is not None and cluster is not None:
             known = {block.name for block in profile.blocks}
-            # modules of activation_checkpointing_policy that are not called once recompute, and nothing predicts it
+            # activation_checkpointing_policy may name modules that do not run once, for which there is no prediction
             predicted = replace(plan, blocks=tuple(block for block in plan.blocks if block.name in known))
             estimate, advice = simulate(predicted, profile, cluster), advise(predicted, profile, cluster)
             if is_kept:
@@ -107,7 +107,7 @@ def publish(
 
 
 def _draw(plan: Plan, path: Path, estimate: StepEstimate | None) -> str:
-    """Draws the plan, and says where; without matplotlib, how to get a picture."""
+    """Draws the plan and tells where the picture is; without matplotlib, tells how to get one."""
     memory = [] if estimate is None else [moment for _, moment in estimate.moments]
     try:
         save_picture(plan, path, memory=memory)
@@ -117,19 +117,19 @@ def _draw(plan: Plan, path: Path, estimate: StepEstimate | None) -> str:
 
 
 def _log_saving_bytes(plan: Plan, estimate: StepEstimate, state_dict_type: str) -> None:
-    """Says where a checkpoint takes more than the limit; on a GPU its state dicts go to the host instead."""
-    needed = estimate.saving_bytes[state_dict_type]
-    if needed > plan.memory_limit_bytes:
+    """Says if saving a checkpoint takes more than the memory limit; on a GPU state dicts go to the host instead."""
+    saving_bytes = estimate.saving_bytes[state_dict_type]
+    if saving_bytes > plan.memory_limit_bytes:
         sharded = format_bytes(estimate.saving_bytes["sharded"])
         remedy = f' OSDPStrategy(state_dict_type="sharded") takes {sharded}.' if state_dict_type == "full" else ""
         rank_zero_info(
-            f"OSDP: saving a {state_dict_type} checkpoint may take {format_bytes(needed)} on rank 0, more than"
+            f"OSDP: saving a {state_dict_type} checkpoint may take {format_bytes(saving_bytes)} on rank 0, more than"
             f" memory_limit ({format_bytes(plan.memory_limit_bytes)}), which is about training.{remedy}"
         )
 
 
 def warn_of_unfreezing(trainer: pl.Trainer) -> None:
-    """Says that a plan was made for what is frozen now."""
+    """Warns of finetuning callbacks: the plan counts parameters as frozen that they unfreeze later."""
     for callback in callbacks_of(trainer, BaseFinetuning):
         rank_zero_warn(
             f"OSDP: {type(callback).__name__} unfreezes parameters later, which then have gradients and states of"

@@ -1,4 +1,4 @@
-"""Whether other micro-batches train the same: what is written to run in each of them, and what a step reads of it."""
+"""Checks that other micro-batches train the same: hooks per batch, batch indices, logged reductions, and collating."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_osdp.callbacks.peak import all_callbacks
 
@@ -21,9 +21,7 @@ _BATCH_HOOKS = (
     "on_after_backward",
     "on_before_zero_grad",
 )
-"""Hooks of modules and callbacks."""
-_MODULE_HOOKS = ("backward",)
-"""Others, of modules alone."""
+"""Hooks of modules and callbacks that run once for each micro-batch."""
 HARMLESS = frozenset(
     f"lightning.pytorch.callbacks.{name}"
     for name in (
@@ -38,14 +36,16 @@ HARMLESS = frozenset(
         "weight_averaging.WeightAveraging",
     )
 )
-"""Classes whose hooks per batch show, save or stop, or act once in an optimizer step: they train the same."""
+"""Classes whose hooks per batch show, save or stop, or act once in an optimizer step, and leave training the same."""
 _MEANS = ("mean", torch.mean)
+_PLAIN_METHODS = ("__new__", "__getattribute__", "__getnewargs__")
+"""Special methods that `BatchIndex` does not take over from `int`."""
 
 
 def why_hooks_count(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Which hook runs in each micro-batch, and is not known to be harmless; None if there is none."""
+    """Names a hook that runs in each micro-batch and is not known to be harmless; None if there is none."""
     for holder in (*all_callbacks(trainer), module):
-        for hook in (*_BATCH_HOOKS, *(_MODULE_HOOKS if holder is module else ())):
+        for hook in (*_BATCH_HOOKS, *(("backward",) if holder is module else ())):
             owner = next((base for base in type(holder).__mro__ if hook in vars(base)), object)
             is_own = owner.__module__.startswith(("lightning_osdp.", "lightning.pytorch.core."))
             if hook in vars(holder) or not (is_own or f"{owner.__module__}.{owner.__qualname__}" in HARMLESS):
@@ -54,7 +54,7 @@ def why_hooks_count(trainer: pl.Trainer, module: pl.LightningModule) -> str | No
 
 
 class BatchIndex:
-    """A number of a batch, which notes whether somebody has read it."""
+    """Number of a batch that notes whether user code has read it."""
 
     def __init__(self, value: int) -> None:
         self.value, self.is_read = value, False
@@ -72,28 +72,29 @@ def _noting(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name, _own in vars(int).items():
-    if _name.startswith("__") and callable(_own) and _name not in ("__new__", "__getattribute__", "__getnewargs__"):
+# operators look up their methods on the class, where __getattr__ is not asked
+for _name, _attribute in vars(int).items():
+    if _name.startswith("__") and callable(_attribute) and _name not in _PLAIN_METHODS:
         setattr(BatchIndex, _name, _noting(_name))
 
 
 class LoggedReductions:
-    """In place of ``log`` or ``log_dict``: notes what is logged of an epoch with another reduction than the mean."""
+    """Replacement of ``log`` and ``log_dict`` that notes values of an epoch which are not reduced by their mean."""
 
     def __init__(self) -> None:
         self.reductions: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes the place of either."""
-        named = kwargs.get("dictionary", args[0] if args else None)
-        like = pl.LightningModule.log_dict if isinstance(named, Mapping) else pl.LightningModule.log
-        given = inspect.signature(like).bind(None, *args, **kwargs).arguments
+        """Takes the arguments of ``log`` or ``log_dict``."""
+        values = kwargs.get("dictionary", args[0] if args else None)
+        method = pl.LightningModule.log_dict if isinstance(values, Mapping) else pl.LightningModule.log
+        given = inspect.signature(method).bind(None, *args, **kwargs).arguments
         reduction = given.get("reduce_fx", "mean")
         if given.get("on_epoch") and reduction not in _MEANS:
-            self.reductions.update(dict.fromkeys(named if isinstance(named, Mapping) else [given["name"]], reduction))
+            self.reductions.update(dict.fromkeys(values if isinstance(values, Mapping) else [given["name"]], reduction))
 
     def why_not(self) -> str | None:
-        """What is logged so; None if nothing is."""
+        """Names the first value that was noted; None if there is none."""
         for name, reduction in self.reductions.items():
             shown = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", repr(reduction))
             return f"self.log({name!r}, reduce_fx={shown}) reduces values of micro-batches, not by their mean"
@@ -101,50 +102,44 @@ class LoggedReductions:
 
 
 class Parts(NamedTuple):
-    """Batches of the same samples: of all, and of some of them."""
+    """Batch of some samples, and batches of parts of these samples."""
 
     whole: Any
     parts: list[Any]
 
 
 class PartCollate:
-    """Collates samples all together, and in parts too.
+    """Collate function that makes a batch of all samples and one of each part.
 
     Args:
-        collate: as the loader does it.
-        parts_of: gives the samples of each part, by the number of all.
+        collate: collate function of the loader.
+        parts_of: gives the indices of samples in each part, for a number of samples.
     """
 
     def __init__(self, collate: Callable[[Any], Any], parts_of: Callable[[int], Sequence[Sequence[int]]]) -> None:
         self._collate, self._parts_of = collate, parts_of
 
     def __call__(self, samples: Sequence[Any]) -> Parts:
-        """Of a list of samples."""
+        """Collates a list of samples."""
         parts = [[samples[index] for index in part] for part in self._parts_of(len(samples))]
-        # of copies, for some collate by taking samples apart
+        # copies, because a collate function may change samples
         return Parts(self._collate(copy.deepcopy(samples)), [self._collate(copy.deepcopy(part)) for part in parts])
 
 
 def split_batch(batch: Any) -> Iterator[Any]:
-    """Of a batch that may have `Parts` in it: all of it, and each part."""
+    """Yields the whole of a batch that has `Parts` in it, then each part."""
 
     def is_parts(value: Any) -> bool:
         return isinstance(value, Parts)
 
-    (first,) = (leaf for leaf in _leaves(batch) if is_parts(leaf))
+    (first,) = filter(is_parts, tree_leaves(batch, is_leaf=is_parts))
     yield tree_map(lambda leaf: leaf.whole, batch, is_leaf=is_parts)
     for place in range(len(first.parts)):
         yield tree_map(lambda leaf, place=place: leaf.parts[place], batch, is_leaf=is_parts)
 
 
-def _leaves(batch: Any) -> list[Any]:
-    found: list[Any] = []
-    tree_map(found.append, batch, is_leaf=lambda value: isinstance(value, Parts))
-    return found
-
-
 def is_part(whole: Any, part: Any, samples: Sequence[int], size: int) -> bool:
-    """Whether a batch is what is in these places of one of so many samples."""
+    """Tells whether ``part`` has exactly the samples at these indices of ``whole``, a batch of ``size`` samples."""
     if isinstance(whole, Tensor):
         expected = whole[list(samples)] if whole.dim() and len(whole) == size else whole
         return isinstance(part, Tensor) and expected.shape == part.shape and torch.equal(expected, part)
@@ -153,7 +148,7 @@ def is_part(whole: Any, part: Any, samples: Sequence[int], size: int) -> bool:
     if isinstance(whole, (list, tuple)):
         expected_items = [whole[index] for index in samples] if len(whole) == size != len(part) else whole
         pairs = zip(expected_items, part, strict=False)
-        return len(expected_items) == len(part) and all(is_part(own, other, samples, size) for own, other in pairs)
+        return len(expected_items) == len(part) and all(is_part(item, other, samples, size) for item, other in pairs)
     if type(whole) is not type(part):
         return False
     return is_part(vars(whole), vars(part), samples, size) if hasattr(whole, "__dict__") else bool(whole == part)

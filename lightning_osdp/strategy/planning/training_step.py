@@ -1,6 +1,6 @@
-"""The user's training step and optimizers as the profiler runs them: muted, on the real batch, updating nothing.
+"""The user's training step and optimizers as the profiler runs them: on a real batch, without logs and updates.
 
-A step that optimizes manually is run as one forward, and one backward of the sum of its losses.
+A step with manual optimization is run as one forward and one backward of the sum of its losses.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
 from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
@@ -33,20 +34,21 @@ from lightning_osdp.profiler import untouched
 from lightning_osdp.strategy.batching.loaders import unread_loaders
 
 _SCHEDULED_OPTIONS = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
-"""Options that schedules move; which of them a group has, its parameters tell."""
+"""Options of parameter groups that schedules change."""
 _IGNORED_OPTIONS = {"params", "param_names", *_SCHEDULED_OPTIONS}
 _COMPARED_TYPES = (bool, int, float, str, tuple, type(None))
 
 
 def training_step(module: pl.LightningModule, index: Any = 0) -> Callable[[Any], Any]:
-    """``module.training_step`` as a function of the batch, which has this index."""
+    """Makes a function of a batch that runs ``module.training_step`` with this ``batch_idx``."""
     return lambda batch: module.training_step(*step_arguments(module, batch, index))
 
 
 def summed_step(module: pl.LightningModule) -> Callable[[Any], Tensor]:
-    """A manual ``module.training_step`` as a function of the batch that returns the sum of its losses.
+    """Makes a function of a batch that runs a manual ``module.training_step`` and returns the sum of its losses.
 
-    All graphs are alive at once then, and every parameter gets all of its gradients: no step of the user's takes more.
+    The graphs of all losses are alive at once, and every parameter gets all of its gradients: the user's own step needs
+    no more memory.
     """
 
     def step(batch: Any) -> Tensor:
@@ -70,7 +72,7 @@ def summed_step(module: pl.LightningModule) -> Callable[[Any], Tensor]:
 
 
 def step_arguments(module: pl.LightningModule, batch: Any, index: Any = 0) -> tuple[Any, ...]:
-    """What ``training_step`` is called with; raises a `ConfigurationError` if it takes an iterator."""
+    """Arguments of ``training_step``; raises a `ConfigurationError` if it takes an iterator."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
             "Expected training_step to take a batch, got one that takes dataloader_iter, which cannot be profiled."
@@ -81,7 +83,7 @@ def step_arguments(module: pl.LightningModule, batch: Any, index: Any = 0) -> tu
 
 
 def to_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
-    """A batch of the loader as ``training_step`` gets it."""
+    """Moves a batch of the loader to the device as for ``training_step``."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
@@ -89,7 +91,7 @@ def to_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> An
 
 @contextmanager
 def mute_logging(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
-    """Whatever the module logs meanwhile goes nowhere."""
+    """Discards whatever the module logs or prints inside."""
     loggers = trainer.loggers
     trainer.loggers = [cast(Logger, _SilentLogger(logger)) for logger in loggers]
     try:
@@ -100,12 +102,12 @@ def mute_logging(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[No
 
 
 class _SilentLogger:
-    """A logger to read of, of its own kind, whose methods and experiment do nothing."""
+    """Logger with the class and attributes of another, whose methods and experiment do nothing."""
 
     def __init__(self, logger: Any) -> None:
         self._logger, self.experiment = logger, DummyLogger().experiment
 
-    @property  # type: ignore[misc]  # which isinstance asks
+    @property  # type: ignore[misc]  # isinstance reads it
     def __class__(self) -> Any:
         return type(self._logger)
 
@@ -118,10 +120,10 @@ class _SilentLogger:
 def as_in_training(
     trainer: pl.Trainer, module: pl.LightningModule, loaders: CombinedLoader, optimizers: Optimizers
 ) -> Iterator[None]:
-    """Within it, a step reads of a Trainer in setup and of its module what it will read in training.
+    """Has a step in setup read the same attributes of Trainer and module as in training.
 
-    Neither does anything: nothing is logged, no loader gives a batch, and optimizers and schedules do not step. What
-    validation sets up is not there yet, as in training before the first.
+    Nothing is logged, no loader gives a batch, and optimizers and schedules do not step. Attributes that validation
+    sets are not there yet, as in training before the first validation.
     """
     strategy = trainer.strategy
     before = strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs
@@ -136,7 +138,7 @@ def as_in_training(
 
 
 class Optimizers(NamedTuple):
-    """What ``configure_optimizers`` makes, as Lightning keeps it."""
+    """Optimizers and schedules of ``configure_optimizers``, as Lightning keeps them."""
 
     optimizers: Sequence[Optimizer]
     schedules: Sequence[LRSchedulerConfig]
@@ -155,7 +157,7 @@ def make_optimizers(trainer: pl.Trainer, replica: pl.LightningModule) -> Optimiz
             " Return one, or use another strategy: there is nothing to plan without training."
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning warns when it configures its own
+        warnings.simplefilter("ignore")  # Lightning will warn again when it configures its own
         optimizers, schedules, monitor = _configure_optimizers(returned)
         if replica.automatic_optimization:
             return Optimizers(optimizers, _configure_schedulers_automatic_opt(schedules, monitor))
@@ -163,19 +165,19 @@ def make_optimizers(trainer: pl.Trainer, replica: pl.LightningModule) -> Optimiz
 
 
 def idle_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> Optimizers:
-    """Those of the module's own parameters, which do nothing."""
+    """Makes optimizers and schedules of the module's own parameters whose steps do nothing."""
     with untouched(module):
-        found = make_optimizers(trainer, copy.copy(module))
-    module.trainer = trainer  # of modules inside it, too, which the copy has in common with it
-    for optimizer in found.optimizers:
+        made = make_optimizers(trainer, copy.copy(module))
+    module.trainer = trainer  # also sets it on child modules, for which the copy has set it to None
+    for optimizer in made.optimizers:
         _idle(optimizer)
-    for schedule in found.schedules:
+    for schedule in made.schedules:
         vars(schedule.scheduler).update(step=do_nothing)
-    return found
+    return made
 
 
-def _idle(optimizer: Any, **others: Callable[..., Any]) -> None:
-    vars(optimizer).update(step=_call, zero_grad=do_nothing, **others)
+def _idle(optimizer: Any, **methods: Callable[..., Any]) -> None:
+    vars(optimizer).update(step=_call, zero_grad=do_nothing, **methods)
 
 
 def _call(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
@@ -194,7 +196,7 @@ def check_in_children(module: pl.LightningModule) -> None:
 
 
 def in_children(profile: ModelProfile) -> ModelProfile:
-    """The profile with no operator that may join the root unit, which the first manual backward would free."""
+    """Keeps all operators out of the root unit of a profile: the first manual backward would reshard it."""
     return dataclasses.replace(
         profile,
         children_apart=True,
@@ -207,7 +209,7 @@ def in_children(profile: ModelProfile) -> ModelProfile:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterGroup:
-    """A parameter group: names of its parameters in the user's own module, and its options."""
+    """Parameter group of an optimizer, with names of parameters in the user's own module."""
 
     optimizer: str
     names: frozenset[str]
@@ -217,31 +219,30 @@ class ParameterGroup:
 def groups_of(
     optimizers: Iterable[Optimizer], names: Callable[[Optimizer], Sequence[Sequence[str]]]
 ) -> tuple[ParameterGroup, ...]:
-    """Groups of all optimizers, in order; `names` gives those of the parameters in each group of one."""
-    found = []
+    """Groups of all optimizers, in order; ``names`` gives the names of parameters by group of one optimizer."""
+    groups = []
     for optimizer in optimizers:
-        for group, own in zip(optimizer.param_groups, names(optimizer), strict=True):
+        for group, group_names in zip(optimizer.param_groups, names(optimizer), strict=True):
             options = {k: v for k, v in group.items() if k not in _IGNORED_OPTIONS and isinstance(v, _COMPARED_TYPES)}
-            found.append(ParameterGroup(type(optimizer).__name__, frozenset(own), options))
-    return tuple(found)
+            groups.append(ParameterGroup(type(optimizer).__name__, frozenset(group_names), options))
+    return tuple(groups)
 
 
 def names_by_group_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Names of the parameters in each group of an optimizer of a module that is not sharded; others have none."""
+    """Names of parameters by group of an optimizer, for a module that is not sharded; foreign parameters have none."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return [[names[p] for p in group["params"] if p in names] for group in optimizer.param_groups]
 
 
 def check_same_groups(whole: Sequence[ParameterGroup], sharded: Sequence[ParameterGroup]) -> None:
-    """Raises a ConfigurationError unless the user's code made the same of the whole and of the sharded model."""
-    for index in range(max(len(whole), len(sharded))):
-        expected, found = (groups[index] if index < len(groups) else None for groups in (whole, sharded))
-        if expected != found:
+    """Raises a `ConfigurationError` unless ``configure_optimizers`` made equal groups for whole and sharded model."""
+    for index, (expected, actual) in enumerate(zip_longest(whole, sharded)):
+        if expected != actual:
             raise ConfigurationError(
                 "Expected configure_optimizers to make the same parameter groups of the sharded model as of the whole"
-                f" one, but group {index} {_difference(expected, found)}. Tell parameters apart by what sharding leaves"
-                " as it is: their names, p.ndim, attributes that you set on them, and isinstance(module, nn.Linear)"
-                " rather than type(module)."
+                f" one, but group {index} {_difference(expected, actual)}. Tell parameters apart by what sharding"
+                " leaves as it is: their names, p.ndim, attributes that you set on them, and isinstance(module,"
+                " nn.Linear) rather than type(module)."
             )
 
 
@@ -258,13 +259,13 @@ def _difference(whole: ParameterGroup | None, sharded: ParameterGroup | None) ->
             f"{_names_text(names)} of the {one} one only" for one, names in only.items() if names
         )
     both = {name: (whole.options.get(name), sharded.options.get(name)) for name in {**whole.options, **sharded.options}}
-    name, (own, other) = next((name, values) for name, values in both.items() if values[0] != values[1])
-    return f"has {name}={own!r} of the whole one and {other!r} of the sharded one"
+    name, (value, other) = next((name, values) for name, values in both.items() if values[0] != values[1])
+    return f"has {name}={value!r} of the whole one and {other!r} of the sharded one"
 
 
 def _names_text(names: Iterable[str]) -> str:
-    found = sorted(names)
-    return ", ".join(map(repr, found[:3])) + f" and {len(found) - 3} more" * (len(found) > 3)
+    ordered = sorted(names)
+    return ", ".join(map(repr, ordered[:3])) + f" and {len(ordered) - 3} more" * (len(ordered) > 3)
 
 
 @contextmanager
