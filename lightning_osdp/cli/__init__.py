@@ -1,6 +1,6 @@
-"""The program ``lightning-osdp``: estimates, looks into plans that are there, and makes others of saved profiles.
+"""The program ``lightning-osdp``: estimates, looks into plans, and makes other plans of saved profiles.
 
-It needs no GPU and no Trainer. Nothing in here imports torch or Lightning but ``estimate``, which has a model.
+The program needs no GPU and no Trainer. Only the command ``estimate``, which builds a model, imports torch.
 """
 
 from lightning_osdp.cli.program import main

@@ -1,4 +1,4 @@
-"""What a command has found: as text of at most the terminal's width, 80 characters in a pipe, or as JSON."""
+"""Answers of commands: as text of at most the terminal's width, 80 characters in a pipe, or as JSON."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from lightning_osdp.simulation import StepEstimate
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Of a command, in both forms."""
+    """Answer of a command, as text and for JSON."""
 
     text: RenderableType
     document: Any
-    """What `json.dumps` takes."""
+    """Argument of `json.dumps`."""
     fits: bool = True
-    """Whether something fits; the exit code says so."""
+    """False: no plan fits in memory, which the exit code tells."""
 
 
 def write(answer: Answer, *, as_json: bool) -> None:
-    """Writes it to standard output, which somebody may have closed, or stopped to read.
+    """Writes an answer to standard output, which may be closed, or a pipe that nobody reads any more.
 
     Raises:
-        ConfigurationError: it cannot be written, as on a full disk.
+        ConfigurationError: standard output cannot be written to, as on a full disk.
     """
     out = sys.stdout
     if out is None:
@@ -44,13 +44,13 @@ def write(answer: Answer, *, as_json: bool) -> None:
         out.write(_spelled(text, out.encoding or "ascii"))
         out.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # where what is left to flush goes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # Python flushes at exit, which would fail again
         if not isinstance(error, BrokenPipeError):
             raise ConfigurationError(f"Expected standard output that can be written to: {error}.") from error
 
 
 def _spelled(text: str, encoding: str) -> str:
-    """In the letters of a locale, of which lines of tables and names need not be."""
+    """Text in the letters of a locale, which may lack those of tables and names."""
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
@@ -59,17 +59,17 @@ def _spelled(text: str, encoding: str) -> str:
 
 
 def of_plan(plan: Plan, advice: Sequence[Advice]) -> Answer:
-    """A plan's table; or the plan, with the advice beside its entries."""
+    """Answer with a plan's table, and with the plan's document and the advice."""
     document = {**json.loads(plan.to_json()), "advice": [asdict(each) for each in advice]}
     return Answer(text=plan_table(plan, advice), document=document)
 
 
 def step_seconds(step: StepEstimate) -> dict[str, float]:
-    """Seconds of a simulated step by what they go to, `StepEstimate.time_s` among them."""
+    """Seconds of a simulated step and of its parts, by the names of `StepEstimate`."""
     names = ("time_s", "compute_s", "communication_s", "exposed_communication_s", "overhead_s", "contention_s")
     return {name: getattr(step, name) for name in names}
 
 
 def lines(*parts: RenderableType) -> Group:
-    """One below the other, with brackets in names left as they are."""
+    """Texts and tables one below the other; brackets in texts are no markup."""
     return Group(*(Text(part) if isinstance(part, str) else part for part in parts))

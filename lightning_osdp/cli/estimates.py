@@ -1,4 +1,4 @@
-"""What a model is predicted to take on one machine, for each of those who may train it there."""
+"""Predictions for a model on one machine: of OSDP's plan, and of strategies that people choose by hand."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ OSDP = "OSDP"
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """One model on one machine."""
+    """Predictions for one model on one machine."""
 
     spec: str
-    """The machine, as it was asked for."""
+    """Machine as the user wrote it."""
     machine: Machine
     limit_bytes: int
-    """Of one rank, for tensors."""
+    """Memory of one rank for tensors."""
     profile: ModelProfile
     tokens: int
-    """Of a sample; 0 where they are not known."""
+    """Tokens of a sample; 0 where they are not known."""
     plan: Plan | None
-    """The one that was searched, if any was and fits."""
+    """OSDP's plan; None where OSDP was not asked or no plan fits."""
     why_not: str
-    """What would fit where none does."""
+    """Reason why no plan of OSDP's fits, with a remedy; empty where one does."""
     by_hand: Sequence[HandMade]
-    """The fastest that fits first, and those that do not fit last."""
+    """Strategies by hand: the fastest that fits first, and those that do not fit last."""
 
     @property
     def fits(self) -> bool:
-        """Whether any way does."""
+        """True if OSDP's plan or a strategy by hand fits."""
         return self.plan is not None or any(each.fits for each in self.by_hand)
 
     @property
     def name(self) -> str:
-        """Of the way that `chosen` is."""
+        """Name of the strategy of `chosen`."""
         return OSDP if self.plan is not None else self.by_hand[0].name if self.by_hand else ""
 
     @cached_property
@@ -65,11 +65,11 @@ class Estimate:
 
     @cached_property
     def step(self) -> StepEstimate | None:
-        """A step of it."""
+        """Simulated step of the chosen plan."""
         return None if self.chosen is None else simulate(self.chosen, self.profile, self.machine.cluster)
 
     def compared(self) -> RenderableType:
-        """What OSDP would choose above what people do."""
+        """Table of OSDP's plan above the strategies by hand."""
         rows = [] if self.plan is None else [_row(self.plan, None)]
         rows += [_row(each, self.plan) for each in self.by_hand]
         headings = ["", "micro-batch", "step", "samples/s", *([] if self.plan is None else ["OSDP over it"]), "peak"]
@@ -79,7 +79,7 @@ class Estimate:
         return table({**dict.fromkeys(headings, "right"), "": "left"}, kept)
 
     def sentences(self) -> Iterator[str]:
-        """What takes the time and the memory of what is chosen."""
+        """Sentences on the time and the memory of the chosen plan."""
         plan, step = self.chosen, self.step
         if plan is None or step is None:
             return
@@ -108,7 +108,7 @@ class Estimate:
 
     @property
     def saving_bytes(self) -> dict[str, int]:
-        """Bytes on the device while a checkpoint is saved; and on the host, to which a GPU's state dicts go."""
+        """Bytes of saving a checkpoint, on the device and on the host, to which a GPU's state dicts go."""
         assert self.step is not None
         whole = sum(operator.parameter_bytes + operator.optimizer_bytes for operator in self.profile)
         device = max(0, self.step.saving_bytes["full"] - whole)
@@ -116,18 +116,18 @@ class Estimate:
 
     @property
     def document(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
-        found: dict[str, Any] = {
+        """Predictions for JSON."""
+        document: dict[str, Any] = {
             "machine": str(self.machine),
             "fits": self.fits,
             "memory_limit_bytes": self.limit_bytes,
             "by_hand": [each.numbers for each in self.by_hand],
         }
         if self.why_not:
-            found["why"] = self.why_not
+            document["why"] = self.why_not
         plan, step = self.chosen, self.step
         if plan is not None and step is not None:
-            found |= {
+            document |= {
                 "chosen": self.name,
                 "plan": json.loads(plan.to_json()),
                 "step": step_seconds(step),
@@ -137,22 +137,23 @@ class Estimate:
                 "saving_bytes": self.saving_bytes,
             }
             if self.tokens:
-                found["tokens_per_s"] = plan.samples_per_s * self.tokens
-        return found
+                document["tokens_per_s"] = plan.samples_per_s * self.tokens
+        return document
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """Who is asked, and what blocks may do.
+    """Strategies to judge, and the choices of their blocks.
 
     Raises:
-        ConfigurationError: there is no such strategy or choice; or several choices are left to OSDP without ``keep``,
-            which it needs among them.
+        ConfigurationError: there is no such strategy or choice; or OSDP has several choices and ``keep`` is not among
+            them.
     """
 
     strategies: Collection[str] | None = None
     """`OSDP` and names of `BY_HAND`; None: all that differ on a machine."""
     activations: Sequence[str] = ("keep", "recompute")
+    """Choices of blocks for the tensors that they save for backward."""
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -170,12 +171,12 @@ class Ways:
 
     @property
     def profiled(self) -> tuple[str, ...]:
-        """Of what blocks may do, what has to be known: what they are is found out where they might recompute."""
+        """Choices to profile; blocks are found only where they might recompute."""
         return tuple(dict.fromkeys(("keep", "recompute", *self.activations)))
 
     @property
     def with_osdp(self) -> bool:
-        """Whether a plan is searched."""
+        """True if OSDP's plan is asked for."""
         return self.strategies is None or OSDP in self.strategies
 
     def estimate(
@@ -189,7 +190,7 @@ class Ways:
         tokens: int,
         progress: Progress,
     ) -> Estimate:
-        """Judges all of them on one machine."""
+        """Judges all strategies on one machine."""
         progress("comparing what people choose by hand", "")
         by_hand = made_by_hand(
             profile,
@@ -201,16 +202,16 @@ class Ways:
         )
         plan, why_not = None, ""
         if self.with_osdp:
-            chosen = "keep" in self.activations
-            given = {b.name: each for each in self.activations for b in profile.blocks if each in b.segments}
+            is_free = "keep" in self.activations
+            prescribed = {b.name: each for each in self.activations for b in profile.blocks if each in b.segments}
             try:
                 plan = make_plan(
                     profile,
                     machine.cluster,
                     memory_limit_bytes=limit_bytes,
                     micro_batch_size=policy,
-                    search_space=SearchSpace(activations=tuple(self.activations) if chosen else ("keep",)),
-                    method=PlanMethod(blocks=None if chosen else given),
+                    search_space=SearchSpace(activations=tuple(self.activations) if is_free else ("keep",)),
+                    method=PlanMethod(blocks=None if is_free else prescribed),
                     progress=progress,
                 )
             except InfeasibleError as error:
@@ -243,13 +244,13 @@ def _row(each: HandMade | Plan, plan: Plan | None) -> tuple[str, ...]:
 
 
 def told_micro_batch(each: HandMade | Plan) -> str:
-    """Samples of a micro-batch, and how many of them where there are several."""
+    """Samples of a micro-batch, times the number of micro-batches where there are several."""
     times = f" x {each.num_micro_batches}" if each.num_micro_batches > 1 else ""
     return f"{each.micro_batch_size}{times}"
 
 
 def beside_each_other(estimates: Sequence[Estimate]) -> RenderableType:
-    """Machines as rows, each with what is chosen there."""
+    """Table of machines, each with the plan chosen there."""
     return table(
         {
             "machine": "left",

@@ -1,11 +1,9 @@
-"""The command that answers before a machine is there: will it fit, how fast, and which knob."""
+"""Command ``estimate``: predictions for a model before its machine is there."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.core.text.duration import three_digits
-from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PLAN_FILENAME, PROFILE_FILENAME
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.machines import Machine
@@ -92,22 +89,26 @@ def estimate(
     outputs = [checked_output(Path(out or "") / name, "out", force=force, inputs=[model]) for name in written]
     from lightning_osdp.profiler.without_weights import described, optimizers_by_name  # torch
 
-    own_settings, of_optimizer = _entries(settings, "settings"), _entries(optimizer_settings, "optimizer_settings")
-    with _shown() as progress:
+    entries, optimizer_entries = _entries(settings, "settings"), _entries(optimizer_settings, "optimizer_settings")
+    with Console(stderr=True).status("") as status:
+
+        def progress(stage: str, detail: str) -> None:
+            status.update(f"{stage} {detail}".strip())
+
         progress("building the model", "")
-        found = described(
+        described_model = described(
             model,
-            settings=own_settings,
+            settings=entries,
             sequence_length=sequence,
             data=data,
             task=task,
-            optimizers=None if optimizer is None else optimizers_by_name(optimizer, of_optimizer),
+            optimizers=None if optimizer is None else optimizers_by_name(optimizer, optimizer_entries),
         )
-        profiles: dict[str, ModelProfile] = {}  # of each kind of device
+        profiles: dict[str, ModelProfile] = {}  # machines of equal devices share a profile
         estimates = []
         for spec, each in machines.items():
             if repr(each.rates) not in profiles:
-                profiles[repr(each.rates)] = found.profile(
+                profiles[repr(each.rates)] = described_model.profile(
                     each.rates, precision=precision, activations=ways.profiled, progress=progress
                 )
             estimates.append(
@@ -117,36 +118,32 @@ def estimate(
                     profiles[repr(each.rates)],
                     limit_bytes=limit_bytes or each.memory_bytes,
                     policy=policies[spec],
-                    tokens=found.tokens,
+                    tokens=described_model.tokens,
                     progress=progress,
                 )
             )
     if outputs:
         (only,) = estimates
-        texts = (
-            None if only.chosen is None else only.chosen.to_json(),
-            only.profile.to_json(),
-            only.machine.cluster.to_json(),
-        )
-        for path, text in zip(outputs, texts, strict=True):
-            if text is not None:
-                write_output(text, path, "out")
-    built = found.document
-    told = f"{model}, {built['class']}: {_told_number(built['num_parameters'])} parameters, {precision}"
-    if built["inputs"]:
-        told += f"; a sample has {', '.join(itertools.starmap(_told_input, built['inputs'].items()))}"
-    return _answer(told, {"model": built}, estimates)
+        for path, value in zip(outputs, (only.chosen, only.profile, only.machine.cluster), strict=True):
+            if value is not None:
+                write_output(value.to_json(), path, "out")
+    document = described_model.document
+    title = f"{model}, {document['class']}: {_told_number(document['num_parameters'])} parameters, {precision}"
+    if document["inputs"]:
+        inputs = (f"{name} {' x '.join(map(str, sizes)) or '1'}" for name, sizes in document["inputs"].items())
+        title += f"; a sample has {', '.join(inputs)}"
+    return _answer(title, {"model": document}, estimates)
 
 
-def _answer(what: str, about: Mapping[str, Any], estimates: Sequence[Estimate]) -> Answer:
+def _answer(title: str, about: Mapping[str, Any], estimates: Sequence[Estimate]) -> Answer:
     fits = any(each.fits for each in estimates)
     if len(estimates) > 1:
         document = {"fits": fits, **about, "machines": [each.document for each in estimates]}
-        return Answer(text=lines(what, "", beside_each_other(estimates), "", _ASSUMED), document=document, fits=fits)
+        return Answer(text=lines(title, "", beside_each_other(estimates), "", _ASSUMED), document=document, fits=fits)
     (only,) = estimates
     return Answer(
         text=lines(
-            what,
+            title,
             f"on {only.machine}, {format_bytes(only.limit_bytes)} of each for tensors",
             "",
             only.compared(),
@@ -162,7 +159,7 @@ def _answer(what: str, about: Mapping[str, Any], estimates: Sequence[Estimate]) 
 
 
 def _told_number(number: int) -> str:
-    """Parameters for people.
+    """Number of parameters for people.
 
     Example:
         >>> _told_number(1_543_000_000), _told_number(254_000_000), _told_number(12_345)
@@ -172,10 +169,6 @@ def _told_number(number: int) -> str:
         if number >= size * 0.9995:
             return f"{three_digits(number / size)} {name}"
     return f"{number:,}"
-
-
-def _told_input(name: str, sizes: Sequence[int]) -> str:
-    return f"{name} {' x '.join(map(str, sizes)) or '1'}"
 
 
 def _names(text: str | None, spelled: Callable[[str], str]) -> list[str] | None:
@@ -204,10 +197,3 @@ def _entries(text: str, name: str) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise ConfigurationError(f"{expected}, got {shown(text)}.")
     return found
-
-
-@contextmanager
-def _shown() -> Iterator[Progress]:
-    """Stages in the last line of a terminal, on standard error."""
-    with Console(stderr=True).status("") as status:
-        yield lambda stage, detail: status.update(f"{stage} {detail}".strip())

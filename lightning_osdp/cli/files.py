@@ -1,4 +1,4 @@
-"""What commands read, a plan with the profile and the cluster that a fit has written beside it; and what they write."""
+"""Files of commands: a plan, with the profile and the cluster that a fit has written beside it, and outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_osdp.errors import ConfigurationError, PlanFormatError
 
 
 def read_profile(path: str | Path) -> ModelProfile:
-    """The profile in a file; raises `PlanFormatError` if there is none, or its parts do not belong together."""
+    """Profile in a file; raises `PlanFormatError` if there is none, or its parts do not belong together."""
     profile = ModelProfile.load(path)
     wrong = next(_wrong(profile), None)
     if wrong is not None:
@@ -23,7 +23,7 @@ def read_profile(path: str | Path) -> ModelProfile:
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """The cluster in a file; raises `PlanFormatError` if there is none, or it has no ranks."""
+    """Cluster in a file; raises `PlanFormatError` if there is none, or it has no ranks."""
     cluster = Cluster.load(path)
     if not 1 <= cluster.world_size <= MOST_RANKS:
         raise PlanFormatError(
@@ -38,17 +38,17 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def files_of(plan: str, profile: str | None, cluster: str | None) -> tuple[str, str, str]:
-    """A plan, and what it was made of: by default what a fit has written beside the plan."""
+    """Paths of a plan, its profile and its cluster; by default a fit has written them beside the plan."""
     folder = Path(plan).parent
     return plan, profile or str(folder / PROFILE_FILENAME), cluster or str(folder / CLUSTER_FILENAME)
 
 
 def read_all(plan: str, profile: str, cluster: str) -> tuple[Plan, ModelProfile, Cluster]:
-    """A plan, and what it was made of.
+    """Plan, profile and cluster in files.
 
     Raises:
-        PlanFormatError: one of them cannot be read.
-        PlanMismatchError: they are of another model or another number of ranks.
+        PlanFormatError: one of the files cannot be read.
+        PlanMismatchError: profile or cluster is of another model or another number of ranks than the plan.
     """
     found = Plan.load(plan), read_profile(profile), read_cluster(cluster)
     found[0].check_matches(found[1].fingerprint, world_size=found[2].world_size, node_size=found[2].node_size)
@@ -56,7 +56,7 @@ def read_all(plan: str, profile: str, cluster: str) -> tuple[Plan, ModelProfile,
 
 
 def are_beside(plan: str) -> bool:
-    """Whether a fit has written what this plan was made of beside it; another run may have written over that."""
+    """Tells if the profile and the cluster of a plan are beside it; another run may have written over them."""
     _, profile, cluster = files_of(plan, None, None)
     if not Path(profile).exists() or not Path(cluster).exists():
         return False
@@ -66,7 +66,7 @@ def are_beside(plan: str) -> bool:
 
 
 def _wrong(profile: ModelProfile) -> Iterator[str]:
-    """What of a profile that somebody has edited does not belong together."""
+    """Parts of a profile that do not belong together, as after somebody has edited it."""
     names = {operator.name for operator in profile}
     if not profile.segments or len(names) < len(profile.operators):
         yield "no segments, or an operator twice"
@@ -79,10 +79,10 @@ def _wrong(profile: ModelProfile) -> Iterator[str]:
 
 
 def checked_output(path: str | Path, option: str, *, force: bool, inputs: Iterable[str | Path] = ()) -> Path:
-    """A path that may be written to: it is none that the command reads, and nothing is there, or it may be replaced.
+    """Path of an output, which is no input of the command, and at which no file is, or one that may be replaced.
 
     Raises:
-        ConfigurationError: it is not so; before anything is computed.
+        ConfigurationError: the path is not so; raised before anything is computed.
     """
     path = Path(path)
     try:
@@ -102,7 +102,7 @@ def checked_output(path: str | Path, option: str, *, force: bool, inputs: Iterab
 
 
 def write_output(text: str, path: Path, option: str) -> None:
-    """Writes what was asked for by an option, whole or not at all."""
+    """Writes the file that an option asks for, whole or not at all."""
     try:
         write_whole(text, path)
     except (OSError, ValueError) as error:

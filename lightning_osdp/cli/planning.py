@@ -102,7 +102,7 @@ def what_if_table(
 
 
 def _several(text: str | None, name: str, kind: Callable[[str], _Number]) -> list[_Number]:
-    """Values that commas separate; none where nothing is given."""
+    """Values between commas; none where no text is given."""
     try:
         return [] if text is None else [kind(part) for part in text.split(",")]
     except ConfigurationError:

@@ -1,6 +1,6 @@
-"""Arguments in, an exit code out.
+"""Entry point: arguments in, an exit code out.
 
-0: done. 1: nothing fits. 2: bad input, told in one sentence. 70: a mistake in here. 130: interrupted.
+0: done. 1: nothing fits. 2: bad input, told in one sentence. 70: a mistake in the program. 130: interrupted.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from contextlib import redirect_stdout, suppress
 from importlib.metadata import version
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 
 from lightning_osdp.cli import estimating, looking, planning
 from lightning_osdp.cli.answer import Answer, write
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
 
 _MOST_LETTERS = 2000
-"""Of an error, which may repeat what was given."""
+"""Most letters of an error that are shown: errors repeat what was given."""
 DONE, DOES_NOT_FIT, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 70, 130
 
 COMMANDS: Mapping[str, Callable[..., Answer]] = {
@@ -43,8 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     try:
-        command, options, as_json = _parsed(arguments)
-        answer = _asked(command, options)
+        parsed = _parser().parse_args(arguments)
+        options = parsed[parsed.subcommand].as_dict()
+        as_json = options.pop("json")
+        answer = _answer(parsed.subcommand, options)
         write(answer, as_json=as_json)
     except InfeasibleError as error:
         return _fail(str(error), DOES_NOT_FIT)
@@ -52,23 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), BAD_INPUT)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
-    except Exception as error:  # a mistake in here must not read as an answer
+    except Exception as error:  # a mistake of the program must not read as an answer
         at = traceback.extract_tb(error.__traceback__)[-1]
         told = f"internal error, {error!r} at {at.filename}:{at.lineno}. Please report it with the command."
         return _fail(told, INTERNAL)
     return DONE if answer.fits else DOES_NOT_FIT
 
 
-def _parsed(arguments: Sequence[str] | None) -> tuple[str, Mapping[str, Any], bool]:
-    """A command, its options, and whether to answer in JSON."""
-    given = _parser().parse_args(arguments)
-    chosen: Namespace = given[given.subcommand]
-    as_json = chosen.pop("json")
-    return given.subcommand, chosen.as_dict(), as_json
-
-
-def _asked(command: str, options: Mapping[str, Any]) -> Answer:
-    """The answer of a command; what the user's own code prints or does is no part of it."""
+def _answer(command: str, options: Mapping[str, Any]) -> Answer:
+    """Answer of a command; prints of the user's own code go to standard error."""
     try:
         with redirect_stdout(sys.stderr):
             return COMMANDS[command](**options)
@@ -82,11 +76,8 @@ def _fail(why: str, code: int) -> int:
     if sys.stderr is not None:  # which somebody may have closed
         with suppress(OSError):
             line = " ".join(why.split())
-            line = (
-                line
-                if len(line) <= _MOST_LETTERS
-                else f"{line[: _MOST_LETTERS // 2]} ... {line[-_MOST_LETTERS // 2 :]}"
-            )
+            if len(line) > _MOST_LETTERS:
+                line = f"{line[: _MOST_LETTERS // 2]} ... {line[-_MOST_LETTERS // 2 :]}"
             sys.stderr.write(f"lightning-osdp: {line}\n")
     return code
 
