@@ -1,4 +1,4 @@
-"""Seconds of a step that is not run: its operations one by one, on this device or by another one's rates."""
+"""Seconds of a step that is not run, from its operations one by one, on this device or by the rates of another."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 _ALLOCATES = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 _OVERWRITES = {aten.copy_, aten.zero_, aten.fill_, aten.bernoulli_, aten.uniform_, aten.normal_, aten.random_}
 _GATHERS = {aten.embedding, aten.gather, aten.index, aten.index_select, aten.nll_loss_forward}
-"""Of their first operand they read about as much as they return."""
+"""Operations that read about as much of their first operand as they return."""
 _SAME_FLOPS = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -43,39 +43,42 @@ _INDEXED: Mapping[Any, tuple[str, Callable[[Mapping[str, Any]], int]]] = {
     aten.nll_loss_forward: ("target", lambda given: given["self"].shape[-1]),
     aten.nll_loss_backward: ("target", lambda given: given["self"].shape[-1]),
 }
-"""Operations -> the argument that says which rows, or classes, are meant, and how many of these there are."""
+"""Operation -> its argument of indices of rows, or classes, and the number of these rows."""
 _INDEXED_ALONG_DIM = {
     *(aten.gather, aten.index_select, aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_),
     *(aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_),
 }
-"""Likewise: ``index``, along ``dim`` of ``self``."""
+"""Operations with indices in ``index``, along ``dim`` of ``self``."""
 _INDEXED_BY_PLACE = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-"""Likewise: each of ``indices``, along the dimension of ``self`` at its place."""
-_WHOLE = (torch.int32, torch.int64)
-"""Dtypes of indices."""
+"""Operations with indices in each of ``indices``, along the dimension of ``self`` at the same place."""
+_INDEX_DTYPES = (torch.int32, torch.int64)
 
 _REPEATS = 3
 _REPEAT_BUDGET_S = 0.5
-"""What takes longer than this all together is not repeated further."""
+"""Runs that together take longer than this are not repeated further."""
 _CALLS_IN_FLIGHT = 10
 """Calls between two synchronizations of a device that queues them: in a step launches hide behind kernels."""
 _MOST_ROTATED_BYTES = 512 * 2**20
-"""Of operands that calls take in turns: several times the largest cache of a GPU."""
+"""Most bytes of operands that calls take in turns: several times the largest cache of a GPU."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operation takes or makes, without its values."""
+    """Tensor that an operation takes or makes, without values."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
-    """In elements; None where contiguous."""
+    """Strides in elements; None where contiguous."""
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
     def of(cls, tensor: Tensor) -> Operand:
-        """A strided tensor's description."""
+        """Description of a strided tensor.
+
+        Raises:
+            UntraceableError: the tensor is not strided.
+        """
         if tensor.layout is not torch.strided:
             raise UntraceableError(
                 f"Expected operations on strided tensors, whose cost their shapes tell, got one on a {tensor.layout}"
@@ -86,34 +89,34 @@ class Operand:
 
     @property
     def num_elements_spanned(self) -> int:
-        """Elements of memory from its first to its last, gaps included."""
+        """Elements of memory from the first element to the last, gaps included."""
         if self.strides is None or 0 in self.shape:
             return prod(self.shape)
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it addresses: each once where it is expanded, no gaps."""
+        """Bytes that the tensor addresses, without gaps, and each once where it is expanded."""
         return min(prod(self.shape), self.num_elements_spanned) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One call of an operator of torch; calls that cost the same are equal."""
+    """One call of an operator of torch; calls of equal cost are equal."""
 
     function: torch._ops.OpOverload
     arguments: tuple[Any, ...]
-    """With an `Operand` for each tensor, and tuples for lists."""
+    """Positional arguments, with an `Operand` for each tensor, and tuples for lists."""
     keywords: tuple[tuple[str, Any], ...]
     results: tuple[Operand, ...]
-    """Tensors that it makes; what is written in place is among the arguments."""
+    """Tensors that the call makes; tensors that it writes to in place are among the arguments."""
     flops: int
     """Floating-point operations by the formulas of ``torch.utils.flop_counter``: matrix products, convolutions and
-    attention (a causal one as if it were whole). Others have none and are taken to be bound by memory."""
+    attention (causal attention as if it were whole). Other operations have 0 and are taken to be bound by memory."""
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Tensors that it takes."""
+        """Tensors that the call takes."""
         return _operands_in((self.arguments, self.keywords))
 
     @property
@@ -134,9 +137,7 @@ class Operation:
 
 
 class OperationRecorder(TorchDispatchMode):
-    """Notes the operations of a step by segment, as often as they run; views and mere allocations cost nothing.
-
-    To be entered inside `faked`.
+    """Counts the operations of a step by segment, inside `faked`; views and mere allocations cost nothing.
 
     Example:
         >>> from torch._subclasses.fake_tensor import FakeTensorMode
@@ -171,7 +172,7 @@ class OperationRecorder(TorchDispatchMode):
 
 
 def _new_tensors(result: Any, inputs: Any) -> list[Tensor]:
-    """Tensors among the results that are no view of an input."""
+    """Tensors among the results that are not views of inputs."""
     given, made = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (inputs, result))
     taken = {storage_key(tensor) or id(tensor) for tensor in given}
     return [tensor for tensor in made if (storage_key(tensor) or id(tensor)) not in taken]
@@ -190,9 +191,9 @@ def _operands_in(value: Any) -> tuple[Operand, ...]:
 
 
 def estimate_step(step: StepRunner, short: ShortModel, size: int, seconds_of: Callable[[Operation], float]) -> Seconds:
-    """Segments of a micro-batch of so many samples, as the sums of their operations.
+    """Seconds of segments of a micro-batch of ``size`` samples, as sums over their operations.
 
-    The model may be on the meta device: never more is alive than the operands of one operation.
+    The model may be on the meta device: only the operands of one operation are alive at a time.
     """
     position = Position(short.calls, lambda: None)
     num = position.num_segments
@@ -212,7 +213,7 @@ def estimate_step(step: StepRunner, short: ShortModel, size: int, seconds_of: Ca
 def segment_seconds(
     operations: Mapping[int, Counter[Operation]], seconds_of: Callable[[Operation], float]
 ) -> dict[int, float]:
-    """Seconds of all operations of each segment; those of one call are asked for once for each distinct operation."""
+    """Seconds of all operations of each segment; ``seconds_of`` is called once for each distinct operation."""
     seconds_of = cache(seconds_of)
     return {
         segment: sum(count * seconds_of(operation) for operation, count in counter.items())
@@ -223,16 +224,15 @@ def segment_seconds(
 def replayed_s(operation: Operation, device: torch.device) -> float:
     """Seconds of one call: the fastest of a few on tensors made for it, after one to warm up.
 
-    Floating-point operands are random in [0, 1); those that say which rows of another one are read or written are
-    spread evenly over these rows, in no order; all others are zero. Only the operands and results of this operation are
-    alive meanwhile, with the gaps of those that are slices; random number generators are as before.
+    Floating-point operands are random in [0, 1). Indices are spread evenly over the rows that they may name, in no
+    order. All other operands are zero. Only the operands and results of this operation are alive meanwhile, with the
+    gaps of slices; random number generators are as before.
 
-    On CUDA calls follow each other, each on operands of its own as far as `_MOST_ROTATED_BYTES` go, so that those of a
-    call are not in the cache for the one before it. Elsewhere operands may be in a cache that in a step had other
-    things to hold.
+    On CUDA calls follow each other, each on operands of its own as far as `_MOST_ROTATED_BYTES` go: the call before
+    leaves other operands in the cache. On CPU operands may be in a cache that holds other tensors in a step.
 
     Raises:
-        UntraceableError: it cannot be run on such values, such as a factorisation of a singular matrix.
+        UntraceableError: the operation cannot run on such values, such as a factorisation of a singular matrix.
     """
     devices = [device] if device.type == "cuda" else []
     num_calls = 1 if device.type == "cpu" else _CALLS_IN_FLIGHT
@@ -256,7 +256,7 @@ def replayed_s(operation: Operation, device: torch.device) -> float:
 
 
 def num_rotated(operation: Operation, num_calls: int) -> int:
-    """How many sets of operands that many calls take in turns: as many as there is room for, one at least.
+    """Number of sets of operands that ``num_calls`` calls take in turns: as many as there is room for, at least one.
 
     Example:
         >>> half = Operand((_MOST_ROTATED_BYTES // 8,), None, torch.float32, torch.device("cpu"))
@@ -269,12 +269,12 @@ def num_rotated(operation: Operation, num_calls: int) -> int:
 
 
 def roofline_s(operation: Operation, rates: DeviceRates) -> float:
-    """Seconds of one call on a device that one does not have: what takes longer, computing or moving its bytes.
+    """Seconds of one call by the rates of a device: the longer of computing and moving bytes.
 
-    It computes in the dtype of its first floating-point operand.
+    The dtype of the first floating-point operand is the one that the operation computes in.
 
     Raises:
-        ConfigurationError: there is no rate for a dtype that the operation computes in.
+        ConfigurationError: there is no rate for the dtype that the operation computes in.
 
     References:
         Williams, Waterman, Patterson: Roofline, Communications of the ACM 52(4), 2009.
@@ -299,7 +299,7 @@ def _operands_of(operation: Operation) -> Any:
 
 
 def _rows_by_operand(operation: Operation) -> Mapping[int, int]:
-    """Operands that say which rows of another one are meant, by their ids -> how many rows there are."""
+    """Operands of indices, by ``id`` -> number of the rows that they may name."""
     names = [argument.name for argument in operation.function._schema.arguments]
     given = dict(zip(names, operation.arguments, strict=False))
     packet = operation.function.overloadpacket
@@ -310,15 +310,15 @@ def _rows_by_operand(operation: Operation) -> Mapping[int, int]:
         shape, dim = given["self"].shape, given["dim"]
         return {id(given["index"]): shape[dim] if shape else 1}
     indices = given["indices"] if packet in _INDEXED_BY_PLACE else ()
-    if not all(index is None or index.dtype in _WHOLE for index in indices):
+    if not all(index is None or index.dtype in _INDEX_DTYPES for index in indices):
         return {}  # a mask stands for as many dimensions as it has
     return {id(index): size for index, size in zip(indices, given["self"].shape, strict=False)} if indices else {}
 
 
 def _tensor(operand: Operand, *, num_rows: int = 0) -> Tensor:
-    """A tensor of made-up values: whole numbers below ``num_rows``, if that is not zero."""
+    """Tensor of made-up values: whole numbers below ``num_rows``, if that is not zero."""
     size, dtype, device = operand.num_elements_spanned, operand.dtype, operand.device
-    if num_rows and dtype in _WHOLE:
+    if num_rows and dtype in _INDEX_DTYPES:
         memory = torch.randint(num_rows, (size,), dtype=dtype, device=device)
     elif (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1:
         memory = torch.rand(size, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""What the user's optimizer keeps and takes, found by running it on a copy of the model, on some elements."""
+"""State, seconds and temporaries of the user's optimizer, measured on some elements of a copy of the model."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from lightning_osdp.profiler.step.fake_model import stand_in
 from lightning_osdp.profiler.step.snapshot import tensors_in
 
 _SAMPLE_ELEMENTS = {"cpu": 4_000_000, "cuda": 16_000_000}
-"""Elements that the timed optimizer step updates, by device: enough to leave the caches, and for a GPU enough to take
-longer than what is fixed of a step; quick on either."""
+"""Elements that the timed optimizer step updates, by device: enough to leave the caches, on a GPU enough to take longer
+than the fixed seconds of a step, and quick on either."""
 _LEAST_ELEMENTS = 64
-"""Elements of each further parameter, whose state is scaled up from them, and of all in the step that tells what is
-fixed."""
+"""Elements of each further parameter, whose state is scaled up from them, and of all parameters in the step that tells
+the fixed seconds."""
 _REPEATS = 3
 
 _SMALL, _BIG = 1024, 128 * 1024
-"""Elements of a group's first and second parameter: sums of multiples of both tell them apart."""
+"""Elements of a group's first and second parameter, of which sums of multiples can be told apart."""
 _NUM_STEPS = 8
-"""Steps that are looked at: RAdam, for one, takes more from its sixth step on."""
+"""Steps that are measured: RAdam, for one, takes more memory from its sixth step on."""
 _NUM_TURNS = 3
-"""Those of the small, of the big and of the one after it, which may find what the big one has left."""
+"""Parameters of a group that are updated: the small, the big, and one after it, which may find temporaries of the
+big."""
 
 Pair = tuple[float, float]
 """(x, y) as in `OptimizerProfile.temporaries`."""
@@ -44,14 +45,14 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class OptimizedParameter:
-    """What the optimizers make of one parameter."""
+    """State and group of one parameter in the optimizers."""
 
     state_bytes: int
-    """Of tensors; scalars such as a step counter are not sharded and do not count."""
+    """Bytes of state in tensors; scalars such as a step counter are not sharded and do not count."""
     group: int
-    """Number of its parameter group, counted over all optimizers; the last one that holds it."""
+    """Number of the parameter's group, counted over all optimizers; the last group that holds the parameter."""
     place: int
-    """Where it stands in the group."""
+    """Index of the parameter in the group."""
 
 
 def profile_optimizers(
@@ -61,10 +62,10 @@ def profile_optimizers(
     *,
     rates: DeviceRates | None = None,
 ) -> tuple[OptimizerProfile, Mapping[nn.Parameter, OptimizedParameter]]:
-    """The step of the optimizers that ``configure`` makes, and what they make of each parameter.
+    """Profile of the step of the optimizers that ``configure`` makes, and their state of each parameter.
 
-    The module is not touched: ``configure`` sees a copy whose parameters are on the meta device. The step is timed, or,
-    by the rates of another device, its operations by their bytes.
+    The module is not touched: ``configure`` sees a copy whose parameters are on the meta device. The step is timed, or
+    its seconds follow from its operations and ``rates`` of another device.
 
     Raises:
         ConfigurationError: an optimizer cannot train shards.
@@ -74,12 +75,15 @@ def profile_optimizers(
     optimizers = list(configure(_copied(module, twins)))
     for optimizer in optimizers:
         check_supported(optimizer)
-    if rates is not None and rates.is_cuda:
-        _choose_foreach(optimizers)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if device.type == "cuda" or (rates is not None and rates.is_cuda):
+        for group in groups:  # torch's choice on CUDA where the user makes none
+            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True
+    is_foreach = any(group.get("foreach") for group in groups)
     room = _SAMPLE_ELEMENTS[device.type]
     samples = [_Sample(optimizer, device, partial(_sampled, room=room)) for optimizer in optimizers]
-    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    places = {parameter: (number, place) for number, of in enumerate(groups) for place, parameter in enumerate(of)}
+    places = {p: (number, place) for number, group in enumerate(groups) for place, p in enumerate(group["params"])}
     optimized = {}
     for original, twin in twins.items():
         if twin in places:
@@ -87,11 +91,10 @@ def profile_optimizers(
             optimized[original] = OptimizedParameter(state_bytes, *places[twin])
     small = [_Sample(optimizer, device, partial(_sampled, room=0)) for optimizer in optimizers]
     fixed = [of_step(*(sample.elements_and_s(rates) for sample in pair)) for pair in zip(small, samples, strict=True)]
-    # Each optimizer's seconds per element, weighted by the elements that it updates.
+    # seconds per element of each optimizer are weighted by the elements that it updates
     sizes = [sum(p.numel() for p in sample.parameters if p.requires_grad) for sample in samples]
     total_s = sum(s_per_element * size for (_, s_per_element), size in zip(fixed, sizes, strict=True))
     elements = sum({p: p.numel() for sample in samples for p in sample.parameters if p.requires_grad}.values())
-    is_foreach = any(sample.is_foreach for sample in samples)
     ratio, pairs = 0.0, set[Pair]()
     for probe in [_Sample(optimizer, device, _two_sizes) for optimizer in optimizers]:
         if probe.updated and is_foreach:
@@ -110,10 +113,10 @@ def profile_optimizers(
 
 def _copied(module: nn.Module, twins: Mapping[nn.Parameter, Tensor]) -> nn.Module:
     memo: dict[int, Any] = {id(p): twin for p, twin in twins.items()}
-    # Results of earlier steps that the module still holds are no part of what its optimizers see.
+    # results of earlier steps that the module still holds cannot be copied, and optimizers do not see them
     attributes = list(tensors_in([vars(m) for m in module.modules()]))
     memo |= {id(tensor): tensor.detach() for tensor in attributes if not tensor.is_leaf}
-    # Nor are hooks of forward: profilers, such as Lightning's, hold what cannot be copied.
+    # nor can hooks of forward: profilers, such as Lightning's, hold objects that cannot be copied
     members = [member for m in module.modules() for member in vars(m).items()]
     memo |= {id(hooks): type(hooks)() for name, hooks in members if re.fullmatch(r"_forward_(pre_)?hooks\w*", name)}
     try:
@@ -127,7 +130,7 @@ def _copied(module: nn.Module, twins: Mapping[nn.Parameter, Tensor]) -> nn.Modul
 
 
 class _Sample:
-    """The same optimizer, options and all, over some elements of each parameter, after one step."""
+    """Copy of an optimizer with its options, over some elements of each parameter, after one step at least."""
 
     def __init__(
         self,
@@ -149,7 +152,7 @@ class _Sample:
             self.optimizer = _replica(optimizer, self.parameters, device)
             if self.updated:
                 is_alone = len(states_of(self.optimizer)) == 1
-                for _ in range(1 if is_alone else _NUM_STEPS):  # make its state; averages of steps come after some
+                for _ in range(1 if is_alone else _NUM_STEPS):  # inner optimizers may make their state after some steps
                     self.step()
         except Exception as error:  # an optimizer may do anything
             raise ProfileError(
@@ -159,7 +162,7 @@ class _Sample:
             ) from error
 
     def step(self) -> None:
-        """A step with gradients, which its closure gives again: it may have cleared those that it has looked at."""
+        """Takes a step with gradients, which the closure gives again: an optimizer may clear them after evaluation."""
         self._give_gradients()
         self.optimizer.step(self._give_gradients)
 
@@ -176,24 +179,14 @@ class _Sample:
         def factor(value: Tensor) -> float:
             if value.numel() == twin.numel():
                 return parameter.numel() / max(1, twin.numel())
-            is_by_row = twin.dim() > 1 and len(value) == len(twin) > 1  # as of Adafactor
+            is_by_row = twin.dim() > 1 and len(value) == len(twin) > 1  # such as Adafactor's
             return len(parameter) / len(twin) if is_by_row else 1.0
 
         values = tensors_in([state.get(twin, {}) for state in states_of(self.optimizer)])
         return sum(round(value.nbytes * factor(value)) for value in values if value.dim() > 0)
 
-    @property
-    def is_foreach(self) -> bool:
-        """Whether a step makes temporaries of all parameters together: torch.optim's default on CUDA unless fused."""
-        groups = self.optimizer.param_groups
-        explicit = any(group.get("foreach") for group in groups)
-        by_default = self.device.type == "cuda" and any(
-            "foreach" in group and group["foreach"] is None and not group.get("fused") for group in groups
-        )
-        return explicit or by_default
-
     def elements_and_s(self, rates: DeviceRates | None) -> tuple[int, float]:
-        """How many elements a step updates, and its seconds: timed, or by these rates."""
+        """Number of elements that a step updates, and its seconds: timed, or by these rates."""
         if not self.updated:
             return 0, 0.0
         if rates is None:
@@ -206,32 +199,25 @@ class _Sample:
 
 
 def of_step(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, float]:
-    """What is fixed of a step, and its seconds per element, from steps of two sizes, given as (elements, seconds).
+    """Fixed seconds of a step, and seconds per element, from steps of two sizes, given as (elements, seconds).
 
-    Neither is less than nothing. Where the large step has not twice the elements of the small one, all of it is fixed.
+    Neither is below 0. Where the large step has less than twice the elements of the small one, all of it is fixed.
 
     Example:
         >>> of_step((10, 1.5), (100, 6.0))
         (1.0, 0.05)
     """
     more = large[0] - small[0]
-    if more <= small[0]:  # noise would be taken for what an element takes
+    if more <= small[0]:  # noise would be taken for the seconds of elements
         return large[1], 0.0
     s_per_element = max(0.0, (large[1] - small[1]) / more)
     return max(0.0, small[1] - s_per_element * small[0]), s_per_element
 
 
-def _choose_foreach(optimizers: Sequence[Optimizer]) -> None:
-    """What torch chooses on CUDA where nobody has: all parameters of a group at once."""
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = True
-
-
 def _rows_of(parameter: Tensor, num_elements: int) -> tuple[int, ...]:
-    """Shape of about so many elements of a parameter: whole rows of it, as a shard has them, or narrower ones.
+    """Shape of about ``num_elements`` of a parameter: whole rows, as a shard has them, or narrower ones.
 
-    A scalar is a row, so that what is kept of it can be told from counts of steps.
+    A scalar is a row, so that its state can be told from counts of steps.
     """
     if num_elements == parameter.numel():
         return tuple(parameter.shape) or (1,)
@@ -242,7 +228,7 @@ def _rows_of(parameter: Tensor, num_elements: int) -> tuple[int, ...]:
 
 
 def _sampled(groups: Sequence[Sequence[Tensor]], *, room: int) -> list[int]:
-    """Elements of each parameter on which time is measured: of the first ones all, while there is room."""
+    """Elements of each parameter on which time is measured: all of the first parameters, while there is room."""
     sizes: list[int] = []
     for parameter in (parameter for group in groups for parameter in group):
         sizes.append(min(parameter.numel(), max(room, _LEAST_ELEMENTS)))
@@ -251,7 +237,7 @@ def _sampled(groups: Sequence[Sequence[Tensor]], *, room: int) -> list[int]:
 
 
 def _replica(optimizer: Optimizer, parameters: Mapping[Tensor, nn.Parameter], device: torch.device) -> Optimizer:
-    """The optimizer with other parameters; state that it made at once is zeroed, in the new shapes."""
+    """Copy of an optimizer with other parameters; state that it made before a step is zeroed, in the new shapes."""
     memo: dict[int, Any] = {id(old): new for old, new in parameters.items()}
     for old, new in parameters.items():
         for value in tensors_in([state.get(old, {}) for state in states_of(optimizer)]):
@@ -262,7 +248,7 @@ def _replica(optimizer: Optimizer, parameters: Mapping[Tensor, nn.Parameter], de
 
 
 def _two_sizes(groups: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Elements of each parameter for `_turn_pairs`; the only one of its group has none before it."""
+    """Elements of each parameter for `_turn_pairs`: a small and a big one, or a big one that is alone in its group."""
     sizes: list[int] = []
     for group in groups:
         is_alone = sum(parameter.requires_grad for parameter in group) == 1
@@ -272,9 +258,9 @@ def _two_sizes(groups: Sequence[Sequence[Tensor]]) -> list[int]:
 
 
 def _turn_pairs(probe: _Sample) -> set[Pair]:
-    """Pairs of every moment of a step over parameters of `_two_sizes`, to the quarter: masks are of bytes.
+    """Pairs of every moment of a step over parameters of `_two_sizes`, to the quarter: masks have one byte an element.
 
-    From then on the optimizer updates only the first few parameters of each group: later ones tell nothing more.
+    From this call on the optimizer updates only the first few parameters of each group: later ones tell nothing more.
     """
     for group in probe.optimizer.param_groups:
         trainable = [p for p in group["params"] if p.requires_grad]
@@ -282,14 +268,14 @@ def _turn_pairs(probe: _Sample) -> set[Pair]:
     itemsize = max(parameter.element_size() for parameter in probe.updated)
     pairs = set()
     for num_bytes in _temporary_bytes(probe):
-        own = round(num_bytes / itemsize / _BIG * 4) / 4
-        rest = round((num_bytes / itemsize - own * _BIG) / _SMALL * 4) / 4
-        pairs.add((rest, own) if own else (0.0, rest))  # the small one's own turn
+        big = round(num_bytes / itemsize / _BIG * 4) / 4
+        small = round((num_bytes / itemsize - big * _BIG) / _SMALL * 4) / 4
+        pairs.add((small, big) if big else (0.0, small))  # in the turn of the small one there is none before
     return pairs
 
 
 def front(pairs: Collection[Pair]) -> tuple[Pair, ...]:
-    """Those that no other one is above.
+    """Pairs that no other pair is above.
 
     Example:
         >>> front([(0.0, 0.0), (0.0, 1.0), (0.0, 2.0), (1.0, 1.0)])
@@ -310,7 +296,7 @@ def _foreach_ratio(probe: _Sample) -> float:
 
 
 def _temporary_bytes(probe: _Sample) -> set[int]:
-    """Every number of bytes that live during a step besides what lives before it."""
+    """Every number of bytes of temporaries that live during a step."""
     live = _Counts(probe.device.type)
     with live:
         live.track([*probe.updated, *probe.gradients])
@@ -323,7 +309,7 @@ def _temporary_bytes(probe: _Sample) -> set[int]:
 
 
 class _Counts(LiveBytes):
-    """Notes every number of live bytes."""
+    """Set of all numbers of live bytes."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)

@@ -21,36 +21,36 @@ T = TypeVar("T")
 
 _REPEATS = 5
 _REPEAT_BUDGET_S = 3.0
-"""What takes longer than this all together is not repeated further."""
+"""Runs that together take longer than this are not repeated further."""
 _LEAST_SHARE = 0.1
-"""Of what a segment takes with hooks, so much is its own at least."""
+"""Least share of a segment's own work in its seconds with hooks."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of each segment, the loss last."""
+    """Seconds of each segment, the loss last."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
 
     @property
     def total_s(self) -> float:
-        """Of the whole micro-batch."""
+        """Seconds of the whole micro-batch."""
         return sum(self.forward_s) + sum(self.backward_s)
 
 
 class Together(Protocol):
-    """Runs something on every rank once all have come to it; called in the same order everywhere."""
+    """Runs a function on every rank once all ranks have come to it; called in one order on all ranks."""
 
     def __call__(self, work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
-        """What it returned on each rank, by rank; where it raises on one, every rank raises.
+        """Results of the function, by rank; where it raises on one rank, every rank raises.
 
-        ``stage`` says what it is for, and is the same on every rank.
+        ``stage`` names the purpose, and is equal on all ranks.
         """
 
 
 def alone(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
-    """On this rank, whatever others do."""
+    """Runs a function on this rank, whatever other ranks do."""
     return [work()]
 
 
@@ -64,11 +64,11 @@ def time_step(
     together: Together = alone,
     progress: Progress = silent,
 ) -> Seconds | None:
-    """Segments of the fastest of a few forwards and backwards, after one to warm up.
+    """Seconds of segments in the fastest of a few forwards and backwards, after one to warm up.
 
-    Hooks tell segments apart and take time themselves, so each run with them is followed by one without. Ranks run at
-    the same time, as they do when they train: those that share cores, a bus or a power limit slow each other down. The
-    total is that of the fastest run without hooks on the slowest rank; segments share it as in `shared_out`.
+    Hooks tell segments apart and take time themselves, so a run without hooks follows each run with hooks. Ranks run at
+    the same time, as they do when they train: ranks that share cores, a bus or a power limit slow each other down. The
+    total is that of the fastest run without hooks on the slowest rank, see `shared_out` for its parts.
 
     Returns:
         None on every rank where the device of one has too little memory.
@@ -103,7 +103,7 @@ def time_step(
             return None
 
     def on_all_ranks(run: Callable[[], float]) -> list[tuple[float, float]] | None:
-        module.zero_grad()  # gradients that are there already would be added to
+        module.zero_grad()  # adding to gradients that are there already would take more time
         of_ranks = together(partial(attempt, run), stage=stage)
         taken = [each for each in of_ranks if each is not None]
         return taken if len(taken) == len(of_ranks) else None
@@ -119,10 +119,11 @@ def time_step(
 
 
 def shared_out(runs: Sequence[Seconds], *, plain_s: float, total_s: float) -> Seconds:
-    """Seconds that add up to ``total_s``, with what hooks take left out of each segment's share.
+    """Seconds of segments that add up to ``total_s``, in proportion to the segments' seconds without hooks.
 
-    A share is the segment's own fastest run, less what all runs with hooks took longer than ``plain_s``, the fastest
-    without them, divided evenly among the segments of forward and of backward that there are.
+    Seconds of a segment without hooks are those of its fastest run, less the seconds of its hooks. Hooks take the
+    difference between the fastest run with them and ``plain_s``, the fastest run without. The segments of forward and
+    backward that ran share this difference evenly.
     """
     forward_s = [min(values) for values in zip(*(run.forward_s for run in runs), strict=True)]
     backward_s = [min(values) for values in zip(*(run.backward_s for run in runs), strict=True)]

@@ -1,1 +1,1 @@
-"""What the process group, the device and the host can do."""
+"""Measurements of the process group, the device and the host."""

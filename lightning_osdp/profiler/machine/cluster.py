@@ -1,4 +1,4 @@
-"""What the process group, the device and the host can do, found by trying and not assumed from their names."""
+"""Links and rates of the process group, the device and the host, measured and not assumed from their names."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_
 from lightning_osdp.profiler.machine.unit_overhead import measure_unit_overhead
 
 _SIZES_BYTES = tuple(4**exponent for exponent in range(7, 15))
-"""Of collectives by which a link is measured: 16 KiB to 256 MiB, as far as there is time."""
+"""Sizes of collectives by which a link is measured: 16 KiB to 256 MiB, as far as there is time."""
 _LEAST_SIZES, _PATIENCE_S = 4, 2.0
-"""Sizes that are measured in any case, and seconds for one more."""
+"""Number of sizes that are measured in any case, and seconds for one more."""
 _MOST_IN_A_ROW, _LEAST_IN_A_ROW, _ROW_S = 10, 3, 0.1
-"""Collectives that follow each other, as in a step; fewer where they take longer than this together, but on CUDA."""
+"""Number of collectives that follow each other, as in a step, at most and at least; and seconds for all of them."""
 _LEAST_OVERLAP_S, _OVERLAP_REPEATS = 5e-3, 5
-"""What computing and all-gathers each take, at least, to tell whether they overlap; and how often that is tried."""
+"""Least seconds of computing and of all-gathers that are run beside each other, and the number of such runs."""
 _MOST_CONTENTION = 0.9
-"""Of what runs beside something longer, the share by which that takes longer; 1 were as if nothing was hidden."""
+"""Most that a run is lengthened by a shorter one beside it, over the seconds of the shorter; 1: nothing is hidden."""
 _NUM_BYTES = 4 * 1024**2
-"""Of those that are looked at otherwise."""
+"""Size of the collectives by which overlap and copies are found."""
 _WIDTH = 2048
+"""Width of the matrices whose products run beside all-gathers."""
 _COPIED_BYTES = 16 * 1024**2
 _REPEATS = 5
 
@@ -37,59 +38,69 @@ _REPEATS = 5
 def measure_cluster(
     device: torch.device, *, local_ranks: int = 1, model_bytes: int = 0, node_size: int | None = None
 ) -> Cluster:
-    """Links of the default process group and what the runtime takes for a unit, both timed. Call it on all ranks.
+    """Links of the default process group and overhead of units, both timed. Call it on all ranks.
 
     Args:
-        device: where the tensors are, as in training.
+        device: device of the tensors, as in training.
         local_ranks: ranks on this machine, which share its memory on CPU.
-        model_bytes: of the model that is on the device already: plans may use them.
+        model_bytes: bytes of the model that is on the device already: plans may use them.
         node_size: ranks of a node, which follow each other; links inside of nodes and between them are then timed, too.
             None: all are in one.
 
     Returns:
-        The same values on every rank. With one rank, or no process group, links that cost nothing.
+        Equal values on every rank. With one rank, or no process group, links cost nothing.
     """
     workspace_bytes = library_workspace_bytes(device)
-
-    def limit_bytes() -> int:
-        planned_bytes = model_bytes + workspace_bytes
-        return default_memory_limit_bytes(device, local_ranks=local_ranks, planned_bytes=planned_bytes)
-
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        free = Link(latency_s=0.0, seconds_per_byte=0.0)
-        return Cluster(
-            world_size=1,
-            all_gather=free,
-            reduce_scatter=free,
-            host_copy_s_per_byte=_host_copy_s_per_byte(device),
-            host_copies_overlap=device.type == "cuda",
-            library_workspace_bytes=workspace_bytes,
-            memory_bytes=limit_bytes(),
-        )
     with ExitStack() as groups, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        overlaps, contention = _measure_overlap(device)
-        cluster = Cluster(
-            world_size=dist.get_world_size(),
-            all_gather=_measure_link(device, _all_gather),
-            reduce_scatter=_measure_link(device, _reduce_scatter),
-            backend=dist.get_backend(),
-            overlaps=overlaps,
-            contention=contention,
-            reduce_scatter_copies=_copies_in_reduce_scatter(device),
-            node_size=node_size,
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            cluster = _measure_ranks(device, node_size, groups)
+        else:
+            free = Link(latency_s=0.0, seconds_per_byte=0.0)
+            cluster = Cluster(world_size=1, all_gather=free, reduce_scatter=free)
+        copy_s = _host_copy_s_per_byte(device)
+        # last, when all communicators, those of nodes too, have the buffers that they keep
+        limit_bytes = default_memory_limit_bytes(
+            device, local_ranks=local_ranks, planned_bytes=model_bytes + workspace_bytes
         )
-        unit_overhead = measure_unit_overhead(cluster, device)
-        if cluster.has_nodes:
-            cluster = _with_links_of_nodes(cluster, device, groups)
+        if cluster.world_size > 1:
+            copy_s = _over_ranks(copy_s, dist.ReduceOp.MAX, device)
+            workspace_bytes = int(_over_ranks(workspace_bytes, dist.ReduceOp.MAX, device))
+            limit_bytes = int(_over_ranks(limit_bytes, dist.ReduceOp.MIN, device))
         return dataclasses.replace(
             cluster,
-            unit_overhead=unit_overhead,
-            host_copy_s_per_byte=_over_ranks(_host_copy_s_per_byte(device), dist.ReduceOp.MAX, device),
+            host_copy_s_per_byte=copy_s,
             host_copies_overlap=device.type == "cuda",
-            library_workspace_bytes=int(_over_ranks(workspace_bytes, dist.ReduceOp.MAX, device)),
-            # Last, when all communicators, those of nodes too, have the buffers that they keep.
-            memory_bytes=int(_over_ranks(limit_bytes(), dist.ReduceOp.MIN, device)),
+            library_workspace_bytes=workspace_bytes,
+            memory_bytes=limit_bytes,
         )
+
+
+def _measure_ranks(device: torch.device, node_size: int | None, groups: ExitStack) -> Cluster:
+    """Cluster of all ranks, without host copies and memory; process groups of nodes live as long as ``groups``."""
+    overlaps, contention = _measure_overlap(device)
+    cluster = Cluster(
+        world_size=dist.get_world_size(),
+        all_gather=_measure_link(device, _all_gather),
+        reduce_scatter=_measure_link(device, _reduce_scatter),
+        backend=dist.get_backend(),
+        overlaps=overlaps,
+        contention=contention,
+        reduce_scatter_copies=_copies_in_reduce_scatter(device),
+        node_size=node_size,
+    )
+    cluster = dataclasses.replace(cluster, unit_overhead=measure_unit_overhead(cluster, device))
+    if node_size is None or not cluster.has_nodes:
+        return cluster
+    ranks = range(cluster.world_size)
+    nodes = [list(ranks[first : first + node_size]) for first in ranks[::node_size]]
+    peers = [list(ranks[place::node_size]) for place in range(node_size)]
+    node, other_nodes = (groups.enter_context(_group_of(parts)) for parts in (nodes, peers))
+    return dataclasses.replace(
+        cluster,
+        within_node=_measure_links(device, node),
+        between_nodes=_measure_links(device, other_nodes),
+        all_reduce=_measure_link(device, _all_reduce),
+    )
 
 
 def _over_ranks(value: float, operation: dist.ReduceOp.RedOpType, device: torch.device) -> float:
@@ -114,35 +125,14 @@ def _all_reduce(whole: torch.Tensor, _: torch.Tensor, group: _Group = None) -> N
     dist.all_reduce(whole, group=group)
 
 
-def _with_links_of_nodes(cluster: Cluster, device: torch.device, groups: ExitStack) -> Cluster:
-    """The cluster with what is timed only where there are several nodes: inside of them, between them, all-reduces.
-
-    Args:
-        cluster: of nodes.
-        device: where the ranks compute.
-        groups: gets the process groups of nodes, which live as long as it is open.
-    """
-    assert cluster.node_size is not None
-    ranks = range(cluster.world_size)
-    nodes = [list(ranks[first : first + cluster.node_size]) for first in ranks[:: cluster.node_size]]
-    peers = [list(ranks[place :: cluster.node_size]) for place in range(cluster.node_size)]
-    node, other_nodes = (groups.enter_context(_own_of(parts)) for parts in (nodes, peers))
-    return dataclasses.replace(
-        cluster,
-        within_node=_measure_links(device, node),
-        between_nodes=_measure_links(device, other_nodes),
-        all_reduce=_measure_link(device, _all_reduce),
-    )
-
-
 @contextmanager
-def _own_of(parts: list[list[int]]) -> Iterator[dist.ProcessGroup]:
-    """A process group of those ranks that are in one of these lists with this rank; call it on all of them."""
-    own, _ = dist.new_subgroups_by_enumeration(parts)
+def _group_of(parts: list[list[int]]) -> Iterator[dist.ProcessGroup]:
+    """Process group of the ranks that are in one list with this rank; call it on all ranks."""
+    group, _ = dist.new_subgroups_by_enumeration(parts)
     try:
-        yield own
+        yield group
     finally:
-        dist.destroy_process_group(own)
+        dist.destroy_process_group(group)
 
 
 def _measure_links(device: torch.device, group: dist.ProcessGroup) -> Links:
@@ -154,7 +144,7 @@ def _measure_links(device: torch.device, group: dist.ProcessGroup) -> Links:
 
 
 def _measure_link(device: torch.device, collective: Callable[..., None], group: _Group = None) -> Link:
-    """Of a process group, at the same time as the others that divide the ranks."""
+    """Link of a process group, timed while the other groups that divide the ranks are timed, too."""
 
     def measured(num_bytes: int, in_a_row: int) -> tuple[int, float]:
         whole, shard = _whole_and_shard(num_bytes, device, group)
@@ -175,9 +165,9 @@ def points_by(
     """Bytes and seconds of one collective at `_SIZES_BYTES`, as far as there is time.
 
     Args:
-        measured: takes about how many bytes a collective has and how many follow each other; returns its exact bytes
-            and its seconds, the same on every rank.
-        least_in_a_row: how many follow each other, however long that takes.
+        measured: takes the approximate bytes of a collective and how many follow each other; returns the exact bytes
+            and the seconds of one, equal on every rank.
+        least_in_a_row: number of collectives that follow each other however long that takes.
     """
     points: list[tuple[int, float]] = []
     for num_bytes in _SIZES_BYTES:
@@ -190,17 +180,17 @@ def points_by(
 
 
 def _whole_and_shard(num_bytes: int, device: torch.device, group: _Group = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """For collectives of about so many bytes."""
+    """Whole tensor and shard for collectives of about ``num_bytes``."""
     world_size = dist.get_world_size(group)
     elements = num_bytes // 4 // world_size
     return torch.zeros(elements * world_size, device=device), torch.zeros(elements, device=device)
 
 
 def link_through(points: Sequence[tuple[int, float]], world_size: int) -> Link:
-    """The link that was measured; a size that took longer than a larger one counts as taking no longer than that.
+    """Link through measured points; a size that took longer than a larger one counts with the larger one's seconds.
 
     Args:
-        points: bytes of the whole tensor and seconds, at least two, by size.
+        points: bytes of the whole tensor and seconds, at least two points, by size.
         world_size: N; a collective is N - 1 steps in which each rank sends 1/N of the bytes.
 
     Example:
@@ -217,7 +207,7 @@ def link_through(points: Sequence[tuple[int, float]], world_size: int) -> Link:
 
 
 def _copies_in_reduce_scatter(device: torch.device) -> bool:
-    """Whether a reduce-scatter holds a copy of what it reduces, as gloo's does. Call it on all ranks."""
+    """Tells if a reduce-scatter holds a copy of its input, as gloo's does. Call it on all ranks."""
     whole, shard = _whole_and_shard(_NUM_BYTES, device)
     if device.type == "cuda":
         _reduce_scatter(whole, shard)  # the communicator's own buffers come with its first collective
@@ -236,10 +226,9 @@ def _copies_in_reduce_scatter(device: torch.device) -> bool:
 
 
 def _measure_overlap(device: torch.device) -> tuple[bool, Contention]:
-    """Whether computing goes on during an all-gather in a stream of its own, and how they slow each other down.
+    """Tells if computing goes on during an all-gather in another stream, and how they slow each other down.
 
-    Where a device has no streams, as the CPU, the host waits for each collective: there is nothing to measure. Call it
-    on all ranks.
+    On CPU, which has no streams, the host waits for each collective: there is nothing to measure. Call it on all ranks.
     """
     if device.type == "cpu":
         return False, Contention()
@@ -264,11 +253,11 @@ def _measure_overlap(device: torch.device) -> tuple[bool, Contention]:
 
 
 def hidden_share(measured: Callable[[int, int], float]) -> float:
-    """The share of the shorter one of computing and all-gathers that the other one hides; the median of several.
+    """Share of the shorter of computing and all-gathers that the other one hides; the median of several runs.
 
     Args:
-        measured: seconds of so many all-gathers beside so many matrix products, the same on every rank. It is asked
-            for as many as take `_LEAST_OVERLAP_S` at least, and products as long as all-gathers.
+        measured: takes numbers of all-gathers and of matrix products beside them; returns their seconds, equal on every
+            rank. All-gathers take at least `_LEAST_OVERLAP_S`, and products as long as all-gathers.
 
     Example:
         >>> hidden_share(lambda num_gathers, num_products: max(1e-3 * num_gathers, 2e-3 * num_products))
@@ -283,14 +272,15 @@ def hidden_share(measured: Callable[[int, int], float]) -> float:
 
 
 def contention_of(measured: Callable[[int, int], float]) -> Contention:
-    """How all-gathers and matrix products that run beside each other slow each other down.
+    """Slowdown of all-gathers and matrix products that run beside each other.
 
-    Let computing take a times as long beside collectives, and these c times. All-gathers of G seconds that outlast
-    products of P take ``G + a P (1 - 1/c)`` with them, of which ``u = a (1 - 1/c)`` is measured; products that outlast
-    all-gathers give ``v = c (1 - 1/a)``. So ``a / c = (1 - u) / (1 - v)``, ``a = u + a / c`` and ``c = v + c / a``.
+    Let computing take a times as long beside collectives, and collectives c times. All-gathers of G seconds that
+    outlast products of P take ``G + a P (1 - 1/c)`` with them, of which ``u = a (1 - 1/c)`` is measured; products that
+    outlast all-gathers give ``v = c (1 - 1/a)``. So ``a / c = (1 - u) / (1 - v)``, ``a = u + a / c`` and
+    ``c = v + c / a``.
 
     Args:
-        measured: as for `hidden_share`. What is to outlast the other takes twice as long alone.
+        measured: as for `hidden_share`. The side that is to outlast the other takes twice as long alone.
 
     Example:
         >>> contention_of(lambda num_gathers, num_products: 1e-3 * max(num_gathers, num_products))
@@ -314,14 +304,14 @@ def contention_of(measured: Callable[[int, int], float]) -> Contention:
 def _beside(
     measured: Callable[[int, int], float], num_gathers: int, num_products: int
 ) -> Iterator[tuple[float, float, float]]:
-    """Seconds of all-gathers, of products, and by how much both together outlast the longer of them; several times."""
+    """Seconds of all-gathers, of products, and of both together beyond the longer of the two; several times."""
     for _ in range(_OVERLAP_REPEATS):
         gather_s, compute_s = measured(num_gathers, 0), measured(0, num_products)
         yield gather_s, compute_s, measured(num_gathers, num_products) - max(gather_s, compute_s)
 
 
 def _long_enough(seconds_of: Callable[[int], float], least_s: float) -> tuple[int, float]:
-    """A number that takes so long, and how long it takes."""
+    """Least power of two that takes ``least_s``, and its seconds."""
     number = 1
     while (taken_s := seconds_of(number)) < least_s:
         number *= 2

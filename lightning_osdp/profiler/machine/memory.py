@@ -1,4 +1,4 @@
-"""The memory limit of a user who sets none, and what tells memory that runs out from other errors."""
+"""Memory of the device and the host: the default limit, and errors of memory that runs out."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from lightning_osdp.core.cluster import CUDA_HEADROOM
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-"""In a RuntimeError: of torch's allocator on CPU (Linux, Windows), of the CUDA runtime and NCCL, of its libraries."""
+"""Texts of a RuntimeError of torch's allocator on CPU (Linux, Windows), of the CUDA runtime and NCCL, of CUDA's
+libraries."""
 
 _CUDA_ERROR = "CUDA error: "
-"""In a RuntimeError of the CUDA runtime and its libraries."""
+"""Text of a RuntimeError of the CUDA runtime and its libraries."""
 
 _WIDTH = 64
-"""Of matrices that are multiplied for what libraries keep."""
+"""Width of matrices that are multiplied to have libraries allocate."""
 
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -25,17 +26,17 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is what happens when memory runs out."""
+    """Tells if an error means that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def raise_if_fatal(error: BaseException) -> None:
-    """Raises an error again after which its device computes nothing any more, as after an illegal access to memory.
+    """Raises an error again if its device computes nothing any more, as after an illegal access to memory.
 
-    Whoever passes over what fails in one way to try another asks first: all that follows on such a device fails, too,
-    with errors that name other places. Memory that runs out is no such error.
+    Code that catches an error to try another way calls this first: on such a device all else fails, too, with errors
+    that name other places. Memory that runs out is no such error.
     """
     is_of_device = isinstance(error, torch.AcceleratorError) or _CUDA_ERROR in str(error)
     if is_of_device and not is_out_of_memory(error):
@@ -43,14 +44,14 @@ def raise_if_fatal(error: BaseException) -> None:
 
 
 def default_memory_limit_bytes(device: torch.device, *, local_ranks: int, planned_bytes: int = 0) -> int:
-    """Bytes that one rank may use: what is free on the GPU less a headroom; its share of the machine's memory on CPU.
+    """Bytes that one rank may use: free memory of the GPU less a headroom, or a share of the machine's memory on CPU.
 
-    Planned bytes are those on the GPU already that plans count, such as of a model that was created there.
+    Planned bytes are on the GPU already and counted by plans, such as those of a model that was created there.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
-        # What this process has cached already is free to it.
+        # memory that this process has cached is free to it
         free += torch.cuda.memory_reserved(device) - allocated
         allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated
         return int((min(free, allowed) + planned_bytes) * (1 - CUDA_HEADROOM))
@@ -58,10 +59,10 @@ def default_memory_limit_bytes(device: torch.device, *, local_ranks: int, planne
 
 
 def library_workspace_bytes(device: torch.device) -> int:
-    """Bytes that libraries take of a GPU once they multiply matrices, and keep; none on CPU.
+    """Bytes of a GPU that libraries take once they multiply matrices, and keep; none on CPU.
 
-    cuBLAS has a workspace for each stream in each thread. A step has two threads: forward runs in the one that calls
-    this, backward in autograd's. [Unvalidated on CUDA.]
+    cuBLAS has a workspace for each stream in each thread. A step has two threads: forward runs in the thread of this
+    call, backward in autograd's. [Unvalidated on CUDA.]
 
     References:
         aten/src/ATen/cuda/CublasHandlePool.cpp (``getCurrentCUDABlasHandle``).
@@ -75,7 +76,7 @@ def library_workspace_bytes(device: torch.device) -> int:
 
 
 def _multiply(device: torch.device) -> None:
-    """Forward and backward of products with and without a sum, which libraries do in different ways."""
+    """Runs forward and backward of products with and without a bias, which libraries do in different ways."""
     for dtype in (torch.float32, torch.bfloat16):
         values = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device, requires_grad=True)
         product = torch.nn.functional.linear(values @ values, values, values[0])
@@ -83,7 +84,7 @@ def _multiply(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives back what the allocator of a GPU has cached: NCCL and other libraries allocate beside it."""
+    """Frees memory that the allocator of a GPU has cached: NCCL and other libraries allocate beside it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -91,13 +92,13 @@ def empty_cache(device: torch.device) -> None:
 def available_host_bytes() -> int:
     """Memory that the machine can give without swapping, within the limits of the control groups around us."""
     available = _number(_MEMINFO, "MemAvailable:")
-    # Not Linux: what is installed, for want of what is free.
+    # only Linux tells how much is free
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([installed if available is None else available * 1024, *_cgroup_available_bytes()])
 
 
 def _cgroup_available_bytes() -> Iterator[int]:
-    """Limit less usage of every control group that holds this process; file cache can be dropped, and does not count.
+    """Limit less usage of every control group of this process; file cache can be dropped, so it does not count as used.
 
     References:
         Linux, Documentation/admin-guide/cgroup-v2.rst (memory.max, memory.current, memory.stat) and
@@ -116,18 +117,18 @@ def _cgroup_available_bytes() -> Iterator[int]:
 
 
 def _own_cgroups() -> set[Path]:
-    """Folders of this process's groups and those above; in a container its own group is the topmost."""
+    """Folders of this process's control groups and those above; in a container the process's own group is topmost."""
     folders = {_CGROUPS, _CGROUPS / "memory"}
     for line in _lines(_OWN_CGROUPS):
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
-            own = _CGROUPS / ("memory" if controllers else "") / path.lstrip("/")
-            folders.update(folder for folder in (own, *own.parents) if _CGROUPS in folder.parents)
+            group = _CGROUPS / ("memory" if controllers else "") / path.lstrip("/")
+            folders.update(folder for folder in (group, *group.parents) if _CGROUPS in folder.parents)
     return folders
 
 
 def _number(path: Path, name: str) -> int | None:
-    """In the line that begins with a name."""
+    """Number in the line of a file that begins with a name."""
     return next((int(line.split()[1]) for line in _lines(path) if line.split()[0] == name), None)
 
 

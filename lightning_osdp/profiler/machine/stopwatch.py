@@ -11,23 +11,23 @@ import torch
 import torch.distributed as dist
 
 Mark: TypeAlias = float | torch.cuda.Event
-"""A moment of the device: seconds of the host's clock, or an event in its stream."""
+"""Moment of the device: seconds of the host's clock, or an event in its stream."""
 
 REPEATS_TOGETHER = 5
 _LEAD, _MOST_LEAD_S = 2.0, 0.2
-"""How long the device waits before a run: so many times what the host took to issue the last one, but no longer."""
+"""Wait of the device before a run, as a multiple of the host's seconds to issue the last run; and its most seconds."""
 _CYCLES_PER_S = 2e9
-"""Of a GPU's clock, about: they reach 1.2 to 3 GHz, which `_LEAD` allows for."""
+"""Rate of a GPU's clock, which is 1.2 to 3 GHz; `_LEAD` allows for that."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was asked to."""
+    """Waits until the device has done all that was issued."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def mark(device: torch.device) -> Mark:
-    """Now: on CUDA, when the device has come so far in its current stream."""
+    """Marks the present; on CUDA, the moment at which the device comes to this place of its current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -36,7 +36,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def between_s(start: Mark, end: Mark) -> float:
-    """Seconds between two marks of one device, which it has passed."""
+    """Seconds between two marks of one device, which the device has passed."""
     if isinstance(start, float) or isinstance(end, float):
         assert isinstance(start, float)
         assert isinstance(end, float)
@@ -47,10 +47,9 @@ def between_s(start: Mark, end: Mark) -> float:
 def fastest_s(
     call: Callable[[], object], device: torch.device, *, repeats: int, num_calls: int = 1, budget_s: float = math.inf
 ) -> float:
-    """Seconds of one call: of the fastest of a few runs, after one call to warm up.
+    """Seconds of one call in the fastest of a few runs of ``num_calls``, after one call to warm up.
 
-    On CUDA they are the device's, see `_run_s`. Each run has so many calls; there are no more runs once all together
-    have taken longer than ``budget_s``.
+    On CUDA the seconds are the device's, see `_run_s`. Runs end once all together have taken longer than ``budget_s``.
     """
 
     def run() -> None:
@@ -71,8 +70,8 @@ def fastest_s(
 def fastest_together_s(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest of a few runs, after one to warm up, each as long as on its slowest rank.
 
-    Ranks begin each run together, and it ends when the last of them is through. On CUDA seconds are the device's, see
-    `_run_s`. Call it on all ranks of the default process group; all get the same.
+    Ranks begin each run together. On CUDA the seconds are the device's, see `_run_s`. All ranks of the default process
+    group must call this function, and get the same number.
     """
     runs_s, issued_s = list[float](), 0.0
     for _ in range(REPEATS_TOGETHER + 1):
@@ -86,11 +85,12 @@ def fastest_together_s(run: Callable[[], object], device: torch.device) -> float
 def _run_s(
     run: Callable[[], object], device: torch.device, *, behind_s: float = 0.0, is_together: bool = False
 ) -> tuple[float, float]:
-    """Seconds of a run, and those that the host took to issue it.
+    """Seconds of a run, and seconds that the host took to issue it.
 
-    In a step the host is ahead: what it takes to launch kernels and run hooks hides behind the device's computing. So
-    on CUDA the device first waits until the host has issued the run, if that takes about as long as the last one,
-    ``behind_s``; ranks that begin together then meet in a collective, and not at a barrier, where hosts would wait.
+    In a step the host is ahead: launching kernels and running hooks hides behind the device's computing. So on CUDA the
+    device first waits until the host has issued the run, as far as that takes no longer than about ``behind_s``, which
+    the last run took. Ranks that begin together meet in a collective there, not at a barrier, at which hosts would
+    wait.
     """
     if device.type == "cuda":
         synchronize(device)

@@ -1,4 +1,4 @@
-"""What a unit costs beside its collectives: the runtime's hooks, views and copies, measured on the process group."""
+"""Overhead of a unit beside its collectives: the runtime's hooks, views and copies, measured on the process group."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_
 _SMALL, _MEDIUM, _LARGE = 64, 512, 1024
 """Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""
 _FEW, _MANY = 1, 6
+"""Units of a chain."""
 _ONE, _SEVERAL = 1, 6
 """Parameters of a unit."""
 _COLLECTIVES = (REPEATS_TOGETHER + 1) * (_FEW + _MANY) * 3
-"""Timed for each kind of unit: gathers of forward alone, gathers and reduces of forward and backward."""
+"""Collectives that are timed for each kind of unit: all-gathers of forward alone, all-gathers and reduce-scatters of
+forward and backward."""
 _PATIENCE_S = 5.0
-"""For collectives of the largest width."""
+"""Seconds for collectives of the largest width."""
 
 
 def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str, UnitOverhead]:
     """Seconds of each of `UNIT_PARTS` that neither collectives nor the operators explain.
 
-    Chains of one and of six equal units are run, sharded and plain; the difference per unit, less the links' prediction
-    of its collectives, is the overhead. Forward alone tells a gather from all the rest. Units of one parameter of 16
-    KiB, of six of them, and of one of 4 MiB are measured, or of 1 MiB where collectives of so many bytes take too long.
-    Call it on all ranks; all get the same values, those of the slowest.
+    Chains of one and of six equal units run, sharded and plain. The difference per unit, less the links' prediction of
+    its collectives, is the overhead. Forward alone tells an all-gather from the rest. Units have one parameter of 16
+    KiB, six of 16 KiB, or one of 4 MiB; the last has 1 MiB where collectives of 4 MiB take too long. Call it on all
+    ranks; all get the values of the slowest.
     """
     kinds = (_SMALL, _ONE), (_large_width(cluster), _ONE), (_SMALL, _SEVERAL)
     measured = [(_num_bytes(*kind), _measured_s(*kind, cluster, device)) for kind in kinds]
-    gc.collect()  # what shards a module refers to it and to itself: nothing of the chains outlives this
+    gc.collect()  # states of fully_shard are in cycles with their modules: without this the chains would stay alive
     return {
         part: fitted(*((num_bytes, seconds[part]) for num_bytes, seconds in measured), num_tensors=_SEVERAL)
         for part in UNIT_PARTS
@@ -44,9 +46,9 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str
 
 
 def parts_s(gather_s: float, dp_s: float, held_s: float) -> dict[str, float]:
-    """Seconds of the parts that make up what was measured of one micro-batch: none is less than nothing.
+    """Seconds of `UNIT_PARTS` from measurements of one micro-batch, none below 0.
 
-    Without collectives there is less to do than with them: what says otherwise is noise.
+    A micro-batch without collectives takes no longer than one with them: a measurement that says otherwise is noise.
 
     Args:
         gather_s: one all-gather.
@@ -72,9 +74,9 @@ def parts_s(gather_s: float, dp_s: float, held_s: float) -> dict[str, float]:
 def fitted(
     small: tuple[int, float], large: tuple[int, float], several: tuple[int, float], *, num_tensors: int
 ) -> UnitOverhead:
-    """What explains the seconds of three kinds of units, given as (bytes, seconds); no part of it is less than nothing.
+    """Overhead that explains the seconds of three kinds of units, given as (bytes, seconds); none of its parts below 0.
 
-    Units of one parameter are small and large; several small parameters are in the third kind.
+    Small and large units have one parameter; the third kind has several small ones.
 
     Example:
         >>> fitted((10, 2.6), (110, 3.6), (30, 6.8), num_tensors=3)
@@ -94,14 +96,14 @@ def _num_bytes(width: int, num_tensors: int) -> int:
 
 
 def _large_width(cluster: Cluster) -> int:
-    """The largest one, unless its collectives are predicted to take too long; the same on every rank."""
+    """Largest width, unless its collectives are predicted to take too long; equal on every rank."""
     links = (cluster.all_gather, cluster.reduce_scatter)
     longest_s = max(link.ring_s(_num_bytes(_LARGE, _ONE), cluster.world_size) for link in links)
     return _LARGE if _COLLECTIVES * longest_s <= _PATIENCE_S else _MEDIUM
 
 
 def _measured_s(width: int, num_tensors: int, cluster: Cluster, device: torch.device) -> dict[str, float]:
-    """Seconds of each part of a unit."""
+    """Seconds of each of `UNIT_PARTS` for a unit of so many square parameters."""
     num_bytes = _num_bytes(width, num_tensors)
     gather_s = cluster.all_gather.ring_s(num_bytes, cluster.world_size)
     reduce_s = cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
@@ -112,7 +114,7 @@ def _measured_s(width: int, num_tensors: int, cluster: Cluster, device: torch.de
 
 
 def _chain_s(make: Callable[[], nn.Module], num_units: int, device: torch.device) -> dict[str, float]:
-    """Seconds that sharding a chain of units adds to forward, to a step, and to one without collectives."""
+    """Seconds that sharding a chain of units adds to forward, to a step, and to a step without collectives."""
     plain = nn.Sequential(*(make() for _ in range(num_units)))
     batch = torch.ones(1, next(plain.parameters()).shape[1], device=device)
     forward_s = fastest_together_s(partial(_forward, plain, batch), device)
@@ -121,7 +123,7 @@ def _chain_s(make: Callable[[], nn.Module], num_units: int, device: torch.device
     gathered_s = fastest_together_s(partial(_forward, zdp, batch), device)
     dp = _sharded([make() for _ in range(num_units)], device, keeps=True)
     dp_s = fastest_together_s(partial(_step, dp, batch), device)
-    for unit in dp.modules():  # they keep what they have gathered, and add up gradients
+    for unit in dp.modules():  # no collectives from here on: parameters stay gathered, and gradients add up
         if isinstance(unit, FSDPModule):
             unit.set_requires_gradient_sync(False, recurse=False)
             unit.set_reshard_after_backward(False, recurse=False)

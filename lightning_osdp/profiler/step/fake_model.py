@@ -1,4 +1,4 @@
-"""A model without values for a while: of fake tensors, on which its own training step runs, or on the meta device."""
+"""Models without values for a while: fake tensors, on which the model's own training step runs, or the meta device."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ def faked(
 ) -> Iterator[Any]:
     """Fake tensors in place of the module's parameters, buffers and other tensors, with gradients on.
 
-    Operations on fakes take the same path through torch as on real tensors, saved tensors and autocast included, but
-    only work out shape, strides, dtype and device of the result; one without a rule for that is run on zeros. What asks
-    a fake for its address, to launch a kernel of its own on it, gets an error.
+    Operations on fakes take the path of real tensors through torch, saved tensors and autocast included, but only work
+    out shape, strides, dtype and device of the result; operations without a rule for that run on zeros. Code that asks
+    a fake for its address, to launch a kernel of its own, gets an error.
     ``module.parameters()`` returns fakes inside, one for each parameter however often it is registered or kept as an
     attribute, and frozen where the parameter is; hooks on the parameters themselves are left out. Counting modes such
-    as `LiveBytes` must be entered inside. On exit everything is as before, as `untouched` says, also after an error;
-    outside of the module, what caches of functions and dicts and lists of Python's modules and classes have got of
-    fakes is gone.
+    as `LiveBytes` must be entered inside. On exit the module is as before, see `untouched`, also after an error.
+    Outside of the module, fakes are removed from caches of functions, and from dicts and lists of Python's modules and
+    classes.
 
     Args:
         module: the model, real or on the meta device.
-        batch: likewise; it is not touched.
-        device: where the model trains: fakes of tensors on the meta device are there, all others where the real
-            ones are.
-        assumes_ones: whether a value that the step reads is taken as one, which may lead it down another path.
+        batch: its batch, real or on the meta device; it is not touched.
+        device: device on which the model trains, where fakes of tensors on the meta device are; other fakes are on the
+            device of the real tensor.
+        assumes_ones: True takes a value that the step reads as one, which may lead the step down another path.
         changed: gets the parameters that the step writes to.
 
     Yields:
         The batch, copied with fakes for its tensors. `resized` gives it another number of samples.
 
     Raises:
-        UntraceableError: the device is not there; or what runs inside needs values, cannot be run on fakes, or
-            failed for a reason of its own, which is the cause attached. Errors of this package pass through.
+        UntraceableError: the device is not there; or the code inside needs values, cannot be run on fakes, or failed
+            for a reason of its own, which is the cause attached. Errors of this package pass through.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -88,16 +88,16 @@ def faked(
             parameters = list(module.parameters())
             for child in module.modules():
                 stand_ins.put_into(vars(child))
-            # torch logs a traceback before it raises; who calls this tells what is worth telling
+            # torch logs a traceback before it raises; callers log the error where that is worth it
             quiet = patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", new=True)
             with (
-                # torch compiles nothing under a mode, and raises of what is to be compiled whole
+                # torch compiles nothing under a mode, and raises for what is to be compiled whole
                 torch.compiler.set_stance("force_eager"),
                 mode,
                 _AsAllocated(assumes_ones=assumes_ones, made=made) as noted,
                 torch.enable_grad(),
                 quiet,
-                # which compares addresses, and does nothing where they are equal
+                # it compares addresses, which fakes lack; equal addresses would leave it nothing to do
                 patch.object(nn.RNNBase, "flatten_parameters", lambda _: None),
             ):
                 yield fake_batch
@@ -114,7 +114,7 @@ def faked(
 
 
 class _StandIns:
-    """One fake for each tensor; those that share a storage have fakes that do."""
+    """Fakes of tensors, one for each; tensors that share a storage have fakes that share one."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self.mode, self._device = mode, device
@@ -122,12 +122,12 @@ class _StandIns:
         self._visited: set[int] = set()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The tensor's fake, as a leaf of autograd."""
+        """Fake of a tensor, as a leaf of autograd."""
         if tensor not in self._fakes:
-            self._fakes[tensor] = self._made(tensor)
+            self._fakes[tensor] = self._make(tensor)
         return self._fakes[tensor]
 
-    def _made(self, tensor: Tensor) -> Tensor:
+    def _make(self, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return self.mode.from_tensor(tensor if tensor.is_leaf else tensor.detach())
         fake = self.mode.fake_tensor_converter.from_meta_and_device(self.mode, tensor.detach(), self._device)
@@ -136,7 +136,7 @@ class _StandIns:
         return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
     def forget(self) -> None:
-        """Lets go of fakes that nobody else holds, and of their gradients."""
+        """Frees fakes that nobody else holds, and their gradients."""
         self._fakes.clear()
 
     def put_into(self, container: Any) -> None:
@@ -145,16 +145,16 @@ class _StandIns:
             return
         self._visited.add(id(container))
         if isinstance(container, set):
-            items = [self._instead_of(item) for item in container]
+            items = [self._replaced(item) for item in container]
             container.clear()
             container.update(items)
             return
         for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
-            replaced = self._instead_of(item)
+            replaced = self._replaced(item)
             if replaced is not item:
                 container[key] = replaced
 
-    def _instead_of(self, item: Any) -> Any:
+    def _replaced(self, item: Any) -> Any:
         if isinstance(item, Tensor):
             return self.of(item)
         if isinstance(item, weakref.ref) and isinstance(referent := item(), Tensor):
@@ -164,7 +164,7 @@ class _StandIns:
         if isinstance(item, (dict, list, deque, set)):
             self.put_into(item)
         elif isinstance(item, tuple):
-            replaced = [self._instead_of(inner) for inner in item]
+            replaced = [self._replaced(inner) for inner in item]
             if any(new is not old for new, old in zip(replaced, item, strict=True)):
                 return type(item)(*replaced) if hasattr(item, "_fields") else type(item)(replaced)
         return item
@@ -172,13 +172,13 @@ class _StandIns:
 
 @contextmanager
 def _not_kept(stand_ins: _StandIns) -> Iterator[_Storages]:
-    """Has nothing keep fakes for real steps that a step keeps for the next one outside of its module.
+    """Removes fakes that a step leaves outside of its module, on exit: later steps on real tensors would find them.
 
-    Caches of functions (``functools.lru_cache``) that have got one are cleared; global dicts and lists, and those that
-    are attributes of classes, lose it.
+    Caches of functions (``functools.lru_cache``) with fakes are cleared. Global dicts and lists, and those that are
+    attributes of classes, lose their fakes.
 
     Yields:
-        Takes storages that operations make; nothing is looked for where none of them is alive in the end.
+        List for storages that operations make; nothing is searched where none of them is alive on exit.
     """
     made: _Storages = []
     try:
@@ -191,7 +191,7 @@ def _not_kept(stand_ins: _StandIns) -> Iterator[_Storages]:
 
 def _drop_kept(mode: FakeTensorMode) -> None:
     objects = gc.get_objects()
-    # the types themselves: what stands in for another object may say that it is one, or fail
+    # `type(each)` and not `isinstance`: a proxy for another object may claim to be a tensor, or fail
     fakes = {id(each) for each in objects if issubclass(type(each), FakeTensor) and each.fake_mode is mode}
     fakes |= {id(each) for each in objects if type(each) in (tuple, list) and not fakes.isdisjoint(map(id, each))}
     for each in objects:
@@ -209,9 +209,9 @@ def _drop_kept(mode: FakeTensorMode) -> None:
 
 @contextmanager
 def without_values(module: nn.Module) -> Iterator[None]:
-    """Within it, parameters and buffers are on the meta device, each where it is registered; then they are back.
+    """Puts tensors on the meta device in place of parameters and buffers while it is active.
 
-    Names, ties, dtypes, what is frozen and what is set on parameters stay as they are.
+    Names, ties, dtypes, ``requires_grad`` and attributes of parameters stay as they are.
     """
     registries: list[Any] = [each for child in module.modules() for each in (child._parameters, child._buffers)]
     kept = [dict(registry) for registry in registries]
@@ -228,16 +228,15 @@ def without_values(module: nn.Module) -> Iterator[None]:
 
 
 def stand_in(tensor: Tensor) -> Tensor:
-    """A tensor on the meta device in place of another: a parameter for one, with what is set on it."""
-    found = torch.empty_like(tensor, device="meta")
-    return parameter_like(found, tensor) if isinstance(tensor, nn.Parameter) else found
+    """Tensor on the meta device in place of another; a parameter, with its attributes, in place of a parameter."""
+    empty = torch.empty_like(tensor, device="meta")
+    return parameter_like(empty, tensor) if isinstance(tensor, nn.Parameter) else empty
 
 
 class _AsAllocated(TorchDispatchMode):
-    """Gives the results of operations on fake tensors the storages that the kernels allocate.
+    """Gives results of operations on fake tensors the storages that kernels allocate, inside a ``FakeTensorMode``.
 
-    To be entered inside a ``FakeTensorMode``. Each rule was found by comparing fake with real results, with torch 2.13
-    on CPU.
+    [Empirical: rules were found by comparing fake with real results, with torch 2.13 on CPU.]
     """
 
     def __init__(self, *, assumes_ones: bool = False, made: _Storages | None = None) -> None:
@@ -273,14 +272,14 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 
 def _keeps_all_elements(result: Tensor, input: Tensor, target: Tensor, *_: Any) -> Tensor:  # noqa: A002
-    """A loss that is reduced in place: its storage has room for every element's loss as long as it lives."""
+    """Loss that is reduced in place: its storage has room for every element's loss as long as it lives."""
     elements = torch.broadcast_shapes(input.shape, target.shape).numel() if result.dim() == 0 else result.numel()
     result.untyped_storage().resize_(elements * result.element_size())
     return result
 
 
 def _statistics_like_weight(result: Any, _: Tensor, *options: Any) -> Any:
-    """On CPU the statistics of a normalisation have the weight's dtype, which autocast leaves alone."""
+    """Statistics of a normalisation, which have the weight's dtype on CPU: autocast leaves that alone."""
     output, mean, deviation = result
     weight = next((option for option in options if isinstance(option, Tensor)), None)
     if weight is None or weight.device.type != "cpu" or weight.dtype == mean.dtype:
@@ -289,29 +288,29 @@ def _statistics_like_weight(result: Any, _: Tensor, *options: Any) -> Any:
 
 
 def _only_wanted(result: Any, *args: Any) -> Any:
-    """No gradient of an input that needs none."""
+    """Gradients without those of inputs that need none."""
     wanted = args[-1]
     return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(result, wanted, strict=True))
 
 
 def _called(function: Any, args: tuple[Any, ...]) -> Any:
-    """What an operation returns for zeros, on the device of its arguments: their values do not matter here."""
+    """Results of an operation on zeros, on the device of its arguments, for their shapes."""
     with unset_fake_temporarily():
         return function(*tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), args))
 
 
 def _as_called(function: Any, *places: int, copied: int | None = None, train: int | None = None) -> Callable[..., Any]:
-    """A rule for what a library makes beside results, of a size that only a call of it tells.
+    """Rule for tensors that a library makes beside results, of a size that only a call tells.
 
-    Fake tensors take some of it for empty (``_cudnn_rnn`` in torch/_meta_registrations.py); backward would read beyond
-    such a tensor's end. [Unvalidated on CUDA: written by torch's sources, and tested without a device.]
+    Fake tensors take some of these for empty (``_cudnn_rnn`` in torch/_meta_registrations.py); backward would read
+    beyond such a tensor's end. [Unvalidated on CUDA: written by torch's sources, and tested without a device.]
 
     Args:
         function: the operation.
-        places: of its results that are as large as in a call.
-        copied: place of the argument that a call copies, for in training it is not given: weights of a recurrent layer
-            in one buffer, which parameters that were all-gathered are not.
-        train: place of the argument that says whether there is a backward, for which the first of these is needed.
+        places: places of the results that are as large as in a call.
+        copied: place of the argument that training does not give, so that the call copies it: weights of a recurrent
+            layer in one buffer, which parameters that were all-gathered are not.
+        train: place of the argument that tells if there is a backward, which needs the first of ``places``.
     """
 
     def another(tensor: Tensor | None) -> Tensor | None:
@@ -330,20 +329,20 @@ def _as_called(function: Any, *places: int, copied: int | None = None, train: in
 
 
 def _contiguous_input_gradient(result: Any, *_: Any) -> Any:
-    """The kernel makes its inputs contiguous first, and so its gradient is."""
+    """Gradient of an input that is contiguous, for the kernel makes its inputs contiguous first."""
     gradient, *others = result
     return None if gradient is None else torch.empty_like(gradient, memory_format=torch.contiguous_format), *others
 
 
 def _two_biases(result: Any, *_: Any) -> Any:
-    """The gradients of a recurrent layer's two biases are two tensors."""
+    """Gradients of a recurrent layer's two biases as two tensors, where fake ones share one."""
     return *result[:4], torch.empty_like(result[4]), *result[5:]
 
 
 def _seeds_on_host(result: Any, *_: Any) -> Any:
-    """What dropout was drawn with is on the host, where the kernel of backward reads it.
+    """Seed and offset of dropout on the host, where the kernel of backward reads them.
 
-    Fake tensors take it for being on the device, as it is while a graph is captured ("Seed and Offset" in
+    Fake tensors have them on the device, where they are while a graph is captured ("Seed and Offset" in
     torch/_meta_registrations.py). [Unvalidated on CUDA: written by torch's sources, and tested without a device.]
     """
     output, logsumexp, _, _, *others = result
@@ -361,7 +360,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: _statistics_like_weight,
     aten.native_layer_norm_backward.default: _contiguous_input_gradient,
     aten.native_batch_norm_backward.default: _only_wanted,
-    # without gradients it returns no workspace
+    # a call without gradients returns no workspace
     aten.mkldnn_rnn_layer.default: _as_called(aten.mkldnn_rnn_layer.default, 3),
     aten.mkldnn_rnn_layer_backward.default: _two_biases,
     aten._cudnn_rnn.default: _as_called(aten._cudnn_rnn.default, 3, 4, copied=3, train=12),

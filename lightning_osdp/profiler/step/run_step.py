@@ -1,4 +1,4 @@
-"""The training step, run for its cost alone on real or fake tensors, with as many samples as one likes; its loss."""
+"""Trial runs of the training step on real or fake tensors, with any number of samples; and checks of its loss."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.step.fake_model import faked
 from lightning_osdp.profiler.step.snapshot import untouched
 
 TrialRun: TypeAlias = "AbstractContextManager[tuple[Callable[[], Any], Any]]"
-"""Gives what runs forward once, and its batch; on exit everything is as before."""
+"""Yields a function that runs forward once, and its batch; on exit the module is as before."""
 
 _MAX_NAMED = 3
-"""Compiled modules that a note names."""
+"""Most compiled modules that a note names."""
 _DROPOUTS = frozenset(
     (
         *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -40,9 +40,9 @@ _ROUNDING = 64
 
 @dataclass(frozen=True)
 class StepRunner:
-    """Runs a training step on the batch that it is profiled on.
+    """Trial runs of a training step on the profiling batch.
 
-    Every trial run starts from the same state, random numbers included, and so takes the same path through the model.
+    Every trial run starts from one state, random numbers included, and so takes one path through the model.
     """
 
     module: nn.Module
@@ -51,29 +51,29 @@ class StepRunner:
     run: Callable[[Any], Any]
     """Forward: takes a batch, returns the loss or a mapping with it."""
     device: torch.device
-    """Where the model trains."""
+    """Device on which the model trains."""
     blocks: frozenset[nn.Module] | None = None
-    """Modules that may be blocks; None: repeated ones."""
+    """Modules that may be blocks; None: repeated modules."""
     changed: set[nn.Parameter] = field(default_factory=set)
-    """Parameters that a trial run on fake tensors has seen the step write to."""
+    """Parameters that the step has written to in trial runs on fake tensors."""
 
     @property
     def is_meta(self) -> bool:
-        """Whether some parameter has no values."""
+        """True if some parameter has no values."""
         return any(parameter.is_meta for parameter in self.module.parameters())
 
     @contextmanager
     def on_real_tensors(self, size: int) -> Iterator[tuple[Callable[[], Any], Any]]:
-        """A trial run with so many samples; raises a `ProfileError` if it computes from tensors without values."""
+        """Trial run with ``size`` samples; raises a `ProfileError` if the step computes from tensors without values."""
         with untouched(self.module, changed=self.changed), torch.enable_grad():
             run, batch = self._trial(self._sized(size))
             yield lambda: _real(run()), batch
 
     @contextmanager
     def on_fake_tensors(self, size: int) -> Iterator[tuple[Callable[[], Any], Any]]:
-        """A trial run that allocates and computes nothing.
+        """Trial run with ``size`` samples that allocates and computes nothing.
 
-        What a step reads of a model on the meta device, such as a loss that it logs, is taken as one.
+        Values that a step reads from a model on the meta device, such as a loss that it logs, are taken as one.
         """
         batch = self._sized(size)
         faking = faked(self.module, batch, self.device, assumes_ones=self.is_meta, changed=self.changed)
@@ -88,39 +88,32 @@ class StepRunner:
 
     def _trial(self, batch: Any) -> tuple[Callable[[], Any], Any]:
         def fresh(leaf: Any) -> Any:
-            """A container of its own, from which a step may take tensors."""
+            """Copy of a container, from which a step may take tensors."""
             return copy.copy(leaf) if isinstance(leaf, (MutableMapping, MutableSequence)) else leaf
 
         return lambda: self.run(tree_map(fresh, batch)), batch
 
 
 def another_size(batch_size: int) -> int:
-    """A second micro-batch to measure: half of the first, which fits wherever that one does; two where it is one."""
+    """Second micro-batch size to measure: half of the first, which fits wherever the first does; two after one."""
     return batch_size // 2 if batch_size > 1 else 2
 
 
 def resized(batch: Any, batch_size: int, new_size: int) -> Any | None:
-    """The batch with its first samples, or repeated ones, in every tensor whose first dimension is the batch size.
-
-    Returns:
-        None where no tensor has that dimension, so that the batch cannot be resized.
-    """
+    """Batch with the first ``new_size`` samples, repeated where there are too few; None as for `samples_of`."""
     return samples_of(batch, batch_size, [index % batch_size for index in range(new_size)])
 
 
 def samples_of(batch: Any, batch_size: int, samples: Sequence[int]) -> Any | None:
-    """The batch with these of its samples; None as above."""
-    found = False
+    """Batch with these samples in every tensor whose first dimension is the batch size; None without such a tensor."""
 
-    def resize(tensor: Tensor) -> Tensor:
-        nonlocal found
-        if tensor.dim() == 0 or tensor.shape[0] != batch_size:
-            return tensor
-        found = True
-        return tensor[torch.tensor(samples).to(tensor.device)]
+    def has_samples(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch_size
 
-    changed = tree_map_only(Tensor, resize, batch)
-    return changed if found else None
+    def resize(leaf: Any) -> Any:
+        return leaf[torch.tensor(samples).to(leaf.device)] if has_samples(leaf) else leaf
+
+    return tree_map(resize, batch) if any(map(has_samples, tree_leaves(batch))) else None
 
 
 def _real(returned: Any) -> Any:
@@ -134,13 +127,13 @@ def _real(returned: Any) -> Any:
 
 
 def loss_in(returned: Any) -> Tensor:
-    """The loss among what a training step returns."""
+    """Loss among the results of a training step."""
     loss: Tensor = returned["loss"] if isinstance(returned, Mapping) else returned
     return loss
 
 
 def check_loss(returned: Any) -> None:
-    """Raises a `ProfileError` if there is no loss that can be trained on; its value is not looked at."""
+    """Raises a `ProfileError` if there is no loss that can be trained on, whatever its value."""
     advice = "Return the loss, a scalar tensor, or a dict with it under 'loss', from training_step."
     if isinstance(returned, Mapping) and "loss" not in returned:
         raise ProfileError(f"Expected training_step to return a dict with 'loss', got the keys {[*returned]}. {advice}")
@@ -165,16 +158,16 @@ def check_finite(loss: Tensor) -> None:
 
 @contextmanager
 def as_eager(module: nn.Module) -> Iterator[None]:
-    """Within it, nothing is compiled, and nothing that is runs, where a part of the model is compiled.
+    """Runs a model of which a part is compiled as eager code while it is active.
 
-    Hooks by which a model is profiled would be compiled, too, or would not run at all.
+    Compiled code would compile the profiler's hooks, too, or leave them out.
     """
     with torch.compiler.set_stance("force_eager") if _compiled(module) else nullcontext():
         yield
 
 
 def note_on_compiled(module: nn.Module) -> str | None:
-    """What a plan says of a model of which a part is compiled, ``torch.compile(net)`` of Lightning's being the root."""
+    """Note of a plan for a model of which a part is compiled; Lightning's ``torch.compile(net)`` compiles the root."""
     names = _compiled(module)
     if not names:
         return None
@@ -197,16 +190,16 @@ def _compiled(module: nn.Module) -> list[str]:
 
 
 def why_not_mean(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, batch_size: int) -> str | None:
-    """Why the loss of this batch is not, or may not be, the mean of the losses of its halves; None if it is.
+    """Reason why the loss of this batch is not, or may not be, the mean of the losses of its halves; None if it is.
 
-    Runs the step without gradients and leaves the module as it was. Dropout is off, and batch statistics are not.
+    Runs the step without gradients and leaves the module as it was. Dropout is off, and batch statistics are on.
     """
     with as_eager(module):
         return next(_obstacles(module, run, batch, batch_size), None)
 
 
 def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_size: int) -> Iterator[str]:
-    """Reasons against it; each holds only if none before it does."""
+    """Reasons against a mean loss; each holds only if none before it does."""
     if batch_size < 2:
         yield "batches of one sample do not show whether the loss of more is their mean"
     if any(parameter.is_meta for parameter in module.parameters()):
@@ -236,7 +229,7 @@ def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_s
 
 
 def halves_of(batch_size: int) -> list[range]:
-    """Samples of the first and the second half, and of every second one and the others."""
+    """Samples of four halves: the first and the second, and those with even and with odd numbers."""
     samples, middle = range(batch_size), batch_size // 2
     return [samples[:middle], samples[middle:], samples[::2], samples[1::2]]
 
@@ -248,9 +241,9 @@ def _loss(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, seed: int
 
 @contextmanager
 def dropping_nothing(module: nn.Module, *, seed: int) -> Iterator[None]:
-    """Within it, steps are run without gradients and dropout; afterwards the module is as it was.
+    """Runs steps without gradients and dropout while it is active; afterwards the module is as it was.
 
-    Torch's functions drop nothing, and modules below that may drop something evaluate.
+    Torch's functions drop nothing, and children that may be dropouts are in evaluation mode.
     """
     with untouched(module), torch.no_grad(), _NothingDropped():
         for child in module.modules():
@@ -261,13 +254,13 @@ def dropping_nothing(module: nn.Module, *, seed: int) -> Iterator[None]:
 
 
 def _may_drop(module: nn.Module) -> bool:
-    """Whether it may be a dropout: a module without tensors, or with a number whose name has "drop" in it."""
+    """Tells if a module may be a dropout: it has no tensors, or a number whose name has "drop" in it."""
     has_tensors = any(True for _ in chain(module.parameters(), module.buffers()))
     return not has_tensors or any("drop" in name and isinstance(value, float) for name, value in vars(module).items())
 
 
 class _NothingDropped(TorchFunctionMode):
-    """Switches dropout off, also inside of attention, which takes a probability."""
+    """Mode without dropout, also inside of attention, which takes a probability."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

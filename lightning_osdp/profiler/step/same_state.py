@@ -1,4 +1,4 @@
-"""What a training step leaves behind, compared: after a whole batch, and after its halves one after the other."""
+"""State of a module after a step on a whole batch, compared with its state after steps on the batch's halves."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from typing_extensions import override
 
 from lightning_osdp.profiler.step.fake_model import written_by
 from lightning_osdp.profiler.step.run_step import as_eager, dropping_nothing, halves_of, samples_of
-from lightning_osdp.profiler.step.snapshot import is_looked_into, slots_of, storage_key
+from lightning_osdp.profiler.step.snapshot import is_user_object, slots_of, storage_key
 
 _CLOSE = 1e-4
-"""Relative difference, by rounding, of what is computed of a batch and of its halves."""
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_buffers"}
+"""Relative difference by rounding between values computed from a batch and from its halves."""
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training", "_buffers"}
 """Attributes of a module that torch keeps for itself, or under other names."""
 
 
 def why_state_differs(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, batch_size: int) -> str | None:
-    """What of a module's state tells a step on a batch from steps on its halves; None if nothing does.
+    """Names a part of a module's state that differs between a step on a batch and steps on its halves; None if none.
 
-    Buffers, parameters, attributes, and what is reachable from them count, but for generators of random numbers. What
-    is written to in place may be at a fixed point, as an average that begins where its weights do: it counts whatever
-    its values are. Metrics of torchmetrics count by what they compute. Leaves the module as it was.
+    State is buffers, parameters, attributes, and all that is reachable from them, but for generators of random numbers.
+    A tensor that a step writes to in place differs whatever its values are, for they may be at a fixed point, such as
+    an average that begins where its weights do. Metrics of torchmetrics are compared by the values that they compute.
+    The module is left as it was.
     """
     first, second, *_ = (samples_of(batch, batch_size, half) for half in halves_of(batch_size))
     states = []
@@ -41,11 +42,11 @@ def why_state_differs(module: nn.Module, run: Callable[[Any], Any], batch: Any, 
             for each in batches:
                 run(each)
             states.append(dict(_leaves(module)))
-        if writes.paths:
-            return f"a step writes to {writes.paths[0]}"
+        if writes.before:
+            return f"a step writes to {next(iter(writes.before))}"
     one, other = states
     paths = dict.fromkeys((*one, *other))
-    path = next((path for path in paths if not _agree(one.get(path, _NOTHING), other.get(path, _NOTHING))), None)
+    path = next((path for path in paths if not _is_close(one.get(path, _NOTHING), other.get(path, _NOTHING))), None)
     return None if path is None else f"{path} is another after a batch than after its halves"
 
 
@@ -53,7 +54,7 @@ _NOTHING = object()
 
 
 def _leaves(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """By path, what is compared: numbers, texts, copies of tensors, and how many things something holds."""
+    """Values to compare, with their paths: numbers, texts, copies of tensors, and sizes of containers."""
     for path, value in _reached(module):
         if isinstance(value, Tensor):
             yield path, value.detach().clone()
@@ -64,7 +65,7 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _reached(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """By path, tensors, arrays, numbers and texts that are reachable from a module, and sizes of what holds them."""
+    """Tensors, arrays, numbers and texts reachable from a module, and sizes of containers, each with its path."""
     waiting: list[tuple[str, Any]] = [("", module)]
     seen: set[int] = set()
     while waiting:
@@ -75,28 +76,28 @@ def _reached(module: nn.Module) -> Iterator[tuple[str, Any]]:
         if id(value) in seen or _is_random(value):
             continue
         seen.add(id(value))
-        found: dict[str, Any] = {}
+        inner: dict[str, Any] = {}
         if hasattr(type(value), "__next__"):
-            yield path, object()  # of what it gave nobody can tell
+            yield path, object()  # nobody can tell how many items an iterator has given: it equals nothing
         elif _is_metric(value):
-            found = {"": _computed(value)}
+            inner = {"": _computed(value)}
         elif isinstance(value, dict):
             yield f"{path} (keys)", [*map(str, value)]
-            found = {f"[{key!r}]": each for key, each in value.items()}
+            inner = {f"[{key!r}]": each for key, each in value.items()}
         elif isinstance(value, (list, tuple, deque, set, frozenset)):
             yield f"{path} (entries)", len(value)
-            found = {f"[{index}]": each for index, each in enumerate(value)}
-        elif is_looked_into(value):
-            own = {**slots_of(value), **getattr(value, "__dict__", {})}
+            inner = {f"[{index}]": each for index, each in enumerate(value)}
+        elif is_user_object(value):
+            attributes = {**slots_of(value), **getattr(value, "__dict__", {})}
             if isinstance(value, nn.Module):
-                own = {name: each for name, each in own.items() if name not in _OF_TORCH}
-                own |= dict(value.named_parameters(recurse=False)) | dict(value.named_children())
-                own |= own.pop("_buffers", {})
-            found = {f".{name}" if path else name: each for name, each in own.items()}
-        waiting.extend((path + name, each) for name, each in found.items())
+                attributes = {name: each for name, each in attributes.items() if name not in _TORCH_ATTRIBUTES}
+                attributes |= dict(value.named_parameters(recurse=False)) | dict(value.named_children())
+                attributes |= attributes.pop("_buffers", {})
+            inner = {f".{name}" if path else name: each for name, each in attributes.items()}
+        waiting.extend((path + name, each) for name, each in inner.items())
 
 
-def _agree(one: Any, other: Any) -> bool:
+def _is_close(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or one.layout is not torch.strided or one.is_meta:
             return one is other
@@ -123,48 +124,43 @@ def _is_metric(value: Any) -> bool:
 
 
 def _computed(metric: Any) -> Any:
-    """What a metric computes of this rank's batches, or says why it does not; nothing of it is kept."""
+    """Values that a metric computes from this rank's batches, or its error; the metric caches none of them."""
     try:
-        found = type(metric).compute(metric) if metric.update_called else None
-    except Exception as error:  # for want of batches, as a whole one may be, too
+        values = type(metric).compute(metric) if metric.update_called else None
+    except Exception as error:  # too few samples for the metric, which is no difference where both steps have them
         return str(error)
-    return tree_map_only(Tensor, torch.clone, found)
+    return tree_map_only(Tensor, torch.clone, values)
 
 
 class _Writes(TorchDispatchMode):
-    """Notes to which of some tensors operations write in place, and puts parameters among them back.
+    """Record of the tensors that operations write to in place.
 
     Attributes:
-        paths: of those that were written to.
+        before: path of a tensor that was written to -> the tensor, and a copy of it from before the first write.
     """
 
     def __init__(self, places: dict[int, tuple[str, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.paths: list[str] = []
-        self._places, self._kept = places, dict[str, tuple[Tensor, Tensor]]()
+        self._places = places
+        self.before: dict[str, tuple[Tensor, Tensor]] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
         for tensor in written_by(func, args, kwargs or {}) if func._schema.is_mutable else ():
             path, place = self._places.get(storage_key(tensor) or 0, ("", tensor))
-            if path and path not in self._kept:
-                self.paths.append(path)
-                self._kept[path] = place, place.clone()
+            if path and path not in self.before:
+                self.before[path] = place, place.clone()
         return func(*args, **(kwargs or {}))
-
-    def put_back(self) -> None:
-        """Gives what was written to its values again."""
-        for place, kept in self._kept.values():
-            place.copy_(kept)
 
 
 @contextmanager
 def _writes(module: nn.Module) -> Iterator[_Writes]:
-    """Within it, notes writes to what is reachable from a module; afterwards parameters are as before."""
+    """Records writes to tensors that are reachable from a module while it is active, and undoes them on exit."""
     tensors = ((path, value) for path, value in _reached(module) if isinstance(value, Tensor))
     writes = _Writes({storage_key(value) or 0: (path, value.detach()) for path, value in tensors})
     try:
         with writes:
             yield writes
     finally:
-        writes.put_back()
+        for tensor, kept in writes.before.values():
+            tensor.copy_(kept)

@@ -1,4 +1,4 @@
-"""Restores whatever a training step has changed in a module and in the objects that it holds."""
+"""Snapshots of a module and the objects that it holds, to undo the changes of a training step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 Restore = Callable[[], object]
 _LEFT_ALONE = {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_osdp"}
-"""Packages whose objects a step does not change or has its own ways to: trainers, loaders, datasets, optimizers."""
+"""Packages whose objects are not restored, such as trainers, loaders, datasets and optimizers."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Tensors in nested sequences, mappings, and objects that can be moved ``.to`` a device or are dataclasses.
 
-    Of modules in them there are none.
+    Modules are not searched.
     """
     return _tensors_in(value, set())
 
@@ -49,7 +49,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """What tells a tensor's storage from others while it is alive; None of a tensor that is not strided."""
+    """Key of a tensor's storage, unique while the storage is alive; None for a tensor that is not strided."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
 
@@ -59,11 +59,11 @@ def untouched(
 ) -> Iterator[None]:
     """Restores, on exit, buffers, gradients, training flags, attributes and the random number generators.
 
-    Inside, there are no gradients. Whatever a module holds gets its contents back, and what that holds, and so on:
-    tensors, NumPy arrays, generators of random numbers, lists, tuples, dicts, sets, deques, and attributes of other
-    objects (counters, meters, metric states, collected losses). Not looked into are objects of torch, Lightning and
-    the standard library, classes, functions and what they close over; nothing brings back what an iterator has given.
-    Parameters are left alone, but for those that forward itself changes and ``changed``; so is what is ``left_out``.
+    Inside, there are no gradients. Objects that a module holds get their contents back, and so do the objects that they
+    hold: tensors, NumPy arrays, generators of random numbers, lists, tuples, dicts, sets, deques, and attributes of
+    other objects (counters, meters, metric states, collected losses). Objects of torch, Lightning and the standard
+    library, classes, functions and their closures are not searched. Items that an iterator has given do not come back.
+    Parameters are left alone, but for those that forward itself changes and ``changed``; so are tensors ``left_out``.
     """
     restores = _restores(map(vars, module.modules()), left_out=(*module.parameters(), *left_out))
     # embeddings with max_norm change their own weight in forward
@@ -76,7 +76,7 @@ def untouched(
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
-    # for `p.data = ...`
+    # undoes `p.data = ...`
     storages = [(p, p.data) for p in module.parameters() if type(p.data) is Tensor and not p.is_meta]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -93,7 +93,7 @@ def untouched(
 
 
 def iterators_in(module: nn.Module) -> list[str]:
-    """Names of attributes that are iterators, of which a training step may take what nobody can put back."""
+    """Names of attributes that are iterators, from which a training step may take items that do not come back."""
     return [
         ".".join(filter(None, (name, key)))
         for name, child in module.named_modules()
@@ -103,12 +103,12 @@ def iterators_in(module: nn.Module) -> list[str]:
 
 
 def _restores(values: Iterable[Any], left_out: Iterable[Tensor]) -> list[Restore]:
-    """What puts back the contents of objects, however deep they lie in each other."""
+    """Functions that restore the contents of objects, however deep they lie in each other."""
     restores: list[Restore] = []
     waiting, seen = list(values), {id(tensor) for tensor in left_out}
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or isinstance(value, nn.Parameter):  # of a module that is no child of this one
+        if id(value) in seen or isinstance(value, nn.Parameter):  # a parameter of a module that is no child
             continue
         seen.add(id(value))
         if isinstance(value, (dict, list, tuple, set, deque)):
@@ -118,7 +118,7 @@ def _restores(values: Iterable[Any], left_out: Iterable[Tensor]) -> list[Restore
             waiting.extend(kept.values() if isinstance(kept, dict) else kept)
         elif (restore := _restore_state(value)) is not None:
             restores.append(restore)
-        if is_looked_into(value):
+        if is_user_object(value):
             slots = slots_of(value)
             restores += [partial(_set_slot, value, name, kept) for name, kept in slots.items()]
             waiting.extend((*slots.values(), getattr(value, "__dict__", None)))
@@ -126,7 +126,7 @@ def _restores(values: Iterable[Any], left_out: Iterable[Tensor]) -> list[Restore
 
 
 def slots_of(value: Any) -> dict[str, Any]:
-    """Attributes of an object that are not in its dictionary, those that it has not got too."""
+    """Attributes of an object in slots; the value is `_UNSET` where a slot is empty."""
     return {name: getattr(value, name, _UNSET) for name in _slotnames(type(value))}
 
 
@@ -141,18 +141,17 @@ def _refill(container: Any, kept: Any) -> None:
 _UNSET = object()
 
 
-def is_looked_into(value: Any) -> bool:
-    """Whether attributes of an object come back."""
+def is_user_object(value: Any) -> bool:
+    """Tells if the attributes of an object are restored: it is a module, a namespace, or of no package left alone."""
     if isinstance(value, (nn.Module, SimpleNamespace, Namespace)):
         return True
     kind = type(value)
     packages = {str(base.__module__).partition(".")[0] for base in kind.__mro__}
-    own = str(kind.__module__).partition(".")[0]
-    return own not in sys.stdlib_module_names and not packages & _LEFT_ALONE and not isinstance(value, type)
+    return not is_left_alone(str(kind.__module__)) and not packages & _LEFT_ALONE and not isinstance(value, type)
 
 
 def is_left_alone(name: str) -> bool:
-    """Whether a module of Python's, given by its name, is none of the user's or of what a step of theirs calls."""
+    """Tells if a Python module, given by its name, is of the standard library or of a package left alone."""
     package = name.partition(".")[0]
     return package in sys.stdlib_module_names or package in _LEFT_ALONE
 
@@ -165,22 +164,21 @@ def _set_slot(holder: Any, name: str, value: Any) -> None:
 
 
 def _restore_state(value: Any) -> Restore | None:
-    """What gives a tensor, an array or a generator of random numbers its state back; None where nothing has to."""
-    found: Restore | None = None
+    """Function that restores a tensor, an array or a generator of random numbers; None for any other value."""
+    restore: Restore | None = None
     numpy = sys.modules.get("numpy")
     if isinstance(value, Tensor):
-        found = _restore_values(value)
+        restore = _restore_values(value)
     elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        found = partial(value.setstate, value.getstate())
+        restore = partial(value.setstate, value.getstate())
     elif isinstance(value, torch.Generator) or (numpy and isinstance(value, numpy.random.RandomState)):
-        found = partial(value.set_state, value.get_state())
+        restore = partial(value.set_state, value.get_state())
     elif numpy and isinstance(value, numpy.random.Generator):
-        found = partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    elif numpy and isinstance(value, numpy.ndarray):
-        # such as of a file of data: nobody can write to it, or there may be more of it than there is memory
-        is_left = not value.flags.writeable or isinstance(value, numpy.memmap)
-        found = None if is_left else partial(value.__setitem__, ..., value.copy())
-    return found
+        restore = partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    elif numpy and isinstance(value, numpy.ndarray) and value.flags.writeable and not isinstance(value, numpy.memmap):
+        # a read-only array stays as it is, and a file of data may be larger than memory
+        restore = partial(value.__setitem__, ..., value.copy())
+    return restore
 
 
 def _restore_values(tensor: Tensor) -> Restore | None:

@@ -1,4 +1,4 @@
-"""Configurations of transformers as models, each of the class that it is for."""
+"""Models of configurations of transformers, each with the class and the task that the configuration is for."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _TASKS = (
     "TokenClassification",
     "QuestionAnswering",
 )
-"""Of ``transformers.AutoModelFor...``: those with a loss for which inputs can be made, the one first that a
-configuration is for where it does not say."""
+"""Tasks of ``transformers.AutoModelFor...`` with a loss and with inputs that can be made; where a configuration has
+several tasks and names none, the first is taken."""
 _AS_TRAINED = {
     "use_cache": False,
-    # all layers in every step, as ranks that shard need them
+    # ranks that shard need all layers in every step
     "layerdrop": 0.0,
     "encoder_layerdrop": 0.0,
     "decoder_layerdrop": 0.0,
-    # masks whose sizes are drawn
+    # masks of random sizes read values
     "apply_spec_augment": False,
 }
 
@@ -47,7 +47,7 @@ _AS_TRAINED = {
 def from_configuration(
     model: str, settings: Mapping[str, Any], sequence_length: int | None, task: str | None
 ) -> DescribedModel:
-    """The model of a configuration, by its class or its file, and a batch of inputs as it takes them."""
+    """Model of a configuration, given by its class or its file, with a batch of inputs."""
     try:
         import transformers
     except ImportError as error:
@@ -60,15 +60,16 @@ def from_configuration(
         if hasattr(config, name):
             setattr(config, name, value)
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0  # which a configuration of generating has
+        config.decoder_start_token_id = 0  # only configurations for generating have one
     with torch.device("meta"):
         module = built(f"configuration {model!r}", SETTINGS, kind, config)
     module.train()
     batch = built(f"inputs of {kind.__name__}", SETTINGS, batch_for, module, task, sequence_length)
 
     def run(batch: Mapping[str, Any]) -> Tensor:
-        loss: Tensor = _likelihood(module, batch) if task == "CTC" else module(**batch).loss
-        return loss
+        if task == "CTC":  # sizes in CTC's loss depend on values; this has all of its tensors but that of alignments
+            return -module(**batch).logits.float().log_softmax(-1).mean()  # type: ignore[no-any-return]
+        return module(**batch).loss  # type: ignore[no-any-return]
 
     return DescribedModel(
         module=module,
@@ -77,11 +78,6 @@ def from_configuration(
         optimizers=lambda module: [AdamW(module.parameters())],
         tokens=batch["input_ids"].shape[1] if task in ("MaskedLM", "CausalLM") else 0,
     )
-
-
-def _likelihood(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """In place of CTC's loss, whose sizes depend on values: all of its tensors but the small one of alignments."""
-    return -module(**batch).logits.float().log_softmax(-1).mean()  # type: ignore[no-any-return]
 
 
 def _configuration(transformers: ModuleType, model: str, settings: Mapping[str, Any]) -> Any:
@@ -108,7 +104,7 @@ def _configuration(transformers: ModuleType, model: str, settings: Mapping[str, 
 
 
 def _class_of(transformers: ModuleType, config: Any, task: str | None) -> tuple[type[nn.Module], str]:
-    """The class that a configuration is for, and its task: the given one, that of its architectures, or the first."""
+    """Class of a configuration, and its task: the given one, that of its architectures, or its first one."""
     classes = dict(_classes(transformers, config))
     title = type(config).__name__
     there_are = f"There are {', '.join(classes) or 'none'}. {OWN}"
@@ -136,7 +132,7 @@ def _class_of(transformers: ModuleType, config: Any, task: str | None) -> tuple[
 def _classes(transformers: ModuleType, config: Any) -> Iterator[tuple[str, type[nn.Module]]]:
     for task in _TASKS:
         if task == "CausalLM" and getattr(config, "is_encoder_decoder", False):
-            continue  # its decoder alone
+            continue  # the class of this task is the decoder alone
         mapping = getattr(transformers, f"AutoModelFor{task}")._model_mapping
         if type(config) in mapping:
             kinds = mapping[type(config)]

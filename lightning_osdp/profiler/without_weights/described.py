@@ -1,4 +1,4 @@
-"""From the description of a model to the model."""
+"""Models from descriptions: import paths of LightningModules, and configurations of transformers."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ def described(
     task: str | None = None,
     optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None = None,
 ) -> DescribedModel:
-    """A model from its description, without memory for its weights.
+    """Model from its description, without memory for its weights.
 
     Args:
         model: import path of a LightningModule or of a function that returns one, ``package.module:Name``; or a
             configuration of ``transformers``: the path of its JSON file or the name of its class.
-        settings: arguments of the module, or entries of the configuration that are to be others.
+        settings: arguments of the module, or entries that replace those of the configuration.
         sequence_length: tokens of a sample, or values of a sound, for a configuration; None: 2048 tokens.
-        data: import path of a function of the number of samples that returns a batch, for a LightningModule; None: its
-            own ``train_dataloader`` has one.
-        task: which of the models that a configuration is for, as ``transformers.AutoModelFor...`` has it; None: that
-            of its architectures, or the first that there is.
-        optimizers: makes those of the module that it is given; None: the LightningModule's own, or AdamW.
+        data: import path of a function that takes a number of samples and returns a batch, for a LightningModule; None:
+            the module's own ``train_dataloader`` gives the batch.
+        task: task of the configuration's model, as in ``transformers.AutoModelFor...``; None: that of the
+            configuration's architectures, or its first one.
+        optimizers: takes the module and returns its optimizers; None: the LightningModule's own, or AdamW.
 
     Raises:
-        ConfigurationError: there is no such thing, or it cannot be built.
+        ConfigurationError: there is no such model, data or task, or building one fails.
     """
     if ":" in model:
         for option, value in (("sequence", sequence_length), ("task", task)):
             if value is not None:
                 raise ConfigurationError(f"Expected {option} with a configuration, got {value!r} with {model!r}.")
-        found = _lightning_module(model, settings, data)
+        described_model = _lightning_module(model, settings, data)
     elif data is None:
-        found = from_configuration(model, settings, sequence_length, task)
+        described_model = from_configuration(model, settings, sequence_length, task)
     else:
         raise ConfigurationError(
             f"Expected data with a LightningModule, got {data!r} with the configuration {model!r}. Leave data out: its"
             " batches are made."
         )
-    return found if optimizers is None else replace(found, optimizers=optimizers)
+    return described_model if optimizers is None else replace(described_model, optimizers=optimizers)
 
 
 def _lightning_module(model: str, settings: Mapping[str, Any], data: str | None) -> DescribedModel:

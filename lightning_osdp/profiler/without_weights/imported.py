@@ -1,4 +1,4 @@
-"""The user's own code by its import path, and what of it fails."""
+"""The user's own code by its import path, with clear errors where that code fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ SETTINGS = "Give what it takes as settings."
 
 
 def imported(path: str) -> Callable[..., Any]:
-    """What stands at ``package.module:Name``."""
+    """Class or function at ``package.module:Name``.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -24,16 +28,19 @@ def imported(path: str) -> Callable[..., Any]:
         ) from error
     except Exception as error:  # it may do anything
         raise ConfigurationError(f"Expected {module_name!r} to be imported, but it failed: {error!r}.") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    member = getattr(module, name, None)
+    if not callable(member):
         hint = nearest(name, dir(module), "Name one that it has.")
-        raise ConfigurationError(f"Expected a class or a function {name!r} in {module_name!r}, got {found!r}. {hint}")
-    made: Callable[..., Any] = found
-    return made
+        raise ConfigurationError(f"Expected a class or a function {name!r} in {module_name!r}, got {member!r}. {hint}")
+    return member  # type: ignore[no-any-return]
 
 
 def built(what: str, advice: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a function returns, or a `ConfigurationError` of ``what`` with the advice."""
+    """Result of a function of the user's.
+
+    Raises:
+        ConfigurationError: the function fails; the error names ``what`` was to be built, and gives the advice.
+    """
     try:
         return make(*args, **kwargs)
     except OSDPError:

@@ -1,4 +1,4 @@
-"""Inputs of models of transformers, by what they say that they take."""
+"""Inputs of models of transformers, from the parameters of their forward and their configurations."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _LABELS_OF_TOKENS = ("CausalLM", "MaskedLM", "Seq2SeqLM", "SpeechSeq2Seq", "Toke
 _LABELS_OF_SAMPLES = ("SequenceClassification", "ImageClassification", "AudioClassification")
 _POSITIONS = re.compile(r"(^|\.)(wpe|(\w+_)?positions?(_embeddings?)?)$")
 """Names of embeddings of positions."""
-_OF_OTHERS = re.compile("relative|vision|visual|audio")
-"""Of distances between them, which have no end, and of what is no text."""
+_NO_TEXT_POSITIONS = re.compile("relative|vision|visual|audio")
+"""Names of embeddings of distances between positions, which have no end, and of positions in pictures and sounds."""
 
 
 def batch_for(module: nn.Module, task: str, sequence_length: int | None) -> dict[str, Any]:
-    """A batch of zeros, with labels for the task.
+    """Batch of zeros, with labels for the task.
 
     Args:
         module: a model of transformers.
-        task: what its class is for.
+        task: the task of its class.
         sequence_length: tokens of a text, or values of a sound; None: 2048 tokens.
 
     Raises:
-        ConfigurationError: it takes what is not known here, a sound whose length is not given, no sequence at all, or
-            fewer positions.
+        ConfigurationError: the model takes inputs that cannot be made, takes a sound and no length is given, takes no
+            sequence and a length is given, or has fewer positions.
     """
     takes = inspect.signature(module.forward).parameters
     title, spectrogram = type(module).__name__, _spectrogram(module.config)
@@ -78,13 +78,13 @@ def batch_for(module: nn.Module, task: str, sequence_length: int | None) -> dict
 
 
 def _spectrogram(config: Any) -> tuple[int, int] | None:
-    """Sizes of a sound as Whisper has it, or as audio spectrogram transformers; None where it is neither."""
+    """Sizes of a spectrogram for Whisper, or for audio spectrogram transformers; None for other models."""
     bins, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
     if bins is None:
         return None
     positions = getattr(config, "max_source_positions", None)
     if positions is not None:
-        return bins, 2 * positions  # of which two are one to the encoder
+        return bins, 2 * positions  # the encoder's convolution makes one position of two frames
     return None if frames is None else (frames, bins)
 
 
@@ -96,10 +96,10 @@ def _picture(config: Any) -> tuple[int, ...]:
 
 
 def _positions(module: nn.Module) -> int | None:
-    """The fewest positions of a text that are learned or tabled, of which a model without values would miss none."""
-    found = [
+    """Least number of text positions that are learned or in a table; a model without values would not fail beyond."""
+    sizes = [
         child.num_embeddings - getattr(child, "offset", 0 if child.padding_idx is None else child.padding_idx + 1)
         for name, child in module.named_modules()
-        if isinstance(child, nn.Embedding) and _POSITIONS.search(name) and not _OF_OTHERS.search(name)
+        if isinstance(child, nn.Embedding) and _POSITIONS.search(name) and not _NO_TEXT_POSITIONS.search(name)
     ]
-    return min(found, default=None)
+    return min(sizes, default=None)

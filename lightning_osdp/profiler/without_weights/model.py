@@ -1,4 +1,4 @@
-"""A model on the meta device, with what it takes to profile it."""
+"""Described models: on the meta device, with a batch, a training step and optimizers to profile them by."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ PRECISIONS: Mapping[str, torch.dtype | None] = {
     "bf16-true": torch.bfloat16,
     "16-mixed": torch.float16,
 }
-"""Lightning's names -> dtype that units are gathered, computed and reduced in; parameters at rest are float32."""
+"""Lightning's names -> dtype in which units are gathered, computed and reduced; parameters at rest are float32."""
 _OPTIMIZERS = "Let configure_optimizers need no Trainer and no values, or name an optimizer."
 NUM_SAMPLES = 2
-"""That are traced; what grows with samples is affine in them."""
+"""Samples that are traced; bytes and seconds are affine in the number of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedModel:
-    """A model on the meta device, with what it takes to run its training step."""
+    """Model on the meta device, with its batch, training step and optimizers."""
 
     module: nn.Module
     batch: Any
     run: Callable[[Any], Any]
-    """Takes the batch, returns the loss."""
+    """Takes the batch and returns the loss."""
     optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None = None
-    """None: the module's own."""
+    """Takes the module and returns its optimizers; None: the module's own ``configure_optimizers``."""
     tokens: int = 0
-    """Of a sample; 0 where they are not known."""
+    """Tokens of a sample; 0 where they are not known."""
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @property
     def document(self) -> dict[str, Any]:
-        """What it is, as JSON has it: its class, its parameters, and the sizes of a sample's tensors by name."""
+        """Class, number of parameters, and sizes of a sample's tensors by name, for JSON."""
         named = self.batch if isinstance(self.batch, dict) else {}
         inputs = {name: list(value.shape[1:]) for name, value in named.items() if isinstance(value, Tensor)}
         return {"class": type(self.module).__name__, "num_parameters": self.num_parameters, "inputs": inputs}
@@ -64,12 +64,12 @@ class DescribedModel:
         activations: Sequence[str] = ("keep", "recompute"),
         progress: Progress = silent,
     ) -> ModelProfile:
-        """What it takes on a device that one does not have.
+        """Profile of the model by the rates of a device.
 
         Operations are those that torch runs on CPU: kernels of CUDA, such as those of attention, save other bytes.
 
         Raises:
-            ConfigurationError: no such precision, or the device has no rate for it.
+            ConfigurationError: there is no such precision, or the device has no rate for it.
             ProfileError: the training step does not run without values.
         """
         if precision not in PRECISIONS:

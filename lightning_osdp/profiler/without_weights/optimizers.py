@@ -1,4 +1,4 @@
-"""Optimizers that are only described."""
+"""Optimizers from descriptions: import paths, or bytes of state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_BYTES = 64
 
 
 def optimizers_by_name(optimizer: str, settings: Mapping[str, Any]) -> Callable[[nn.Module], Sequence[Optimizer]]:
-    """What makes an optimizer of all parameters of a module.
+    """Function that takes a module and returns an optimizer of all its parameters.
 
     Args:
-        optimizer: import path of its class, such as ``torch.optim.SGD`` or ``package.module:Name``; or the bytes of
-            state that it keeps for an element, such as ``2`` of an Adam with moments of eight bits.
-        settings: its arguments.
+        optimizer: import path of the optimizer's class, such as ``torch.optim.SGD`` or ``package.module:Name``; or the
+            bytes of state that the optimizer keeps for an element, such as ``2`` for an Adam with 8-bit moments.
+        settings: arguments of the class.
 
     Raises:
         ConfigurationError: there is no such class; or, when it is called, it cannot be built.
@@ -50,7 +50,7 @@ def optimizers_by_name(optimizer: str, settings: Mapping[str, Any]) -> Callable[
 
 
 class _Stated(Optimizer):
-    """State of so many bytes an element, read and written in one pass over parameters, as fused kernels do."""
+    """Optimizer that reads and writes ``num_bytes`` of state an element in one pass, as fused kernels do."""
 
     def __init__(self, params: Any, *, num_bytes: int) -> None:
         super().__init__(params, {})
@@ -58,7 +58,7 @@ class _Stated(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Takes no temporaries."""
+        """Updates state and parameters without temporaries."""
         del closure
         for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
             state = self.state[parameter]
