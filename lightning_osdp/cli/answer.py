@@ -58,7 +58,7 @@ def _spelled(text: str, encoding: str) -> str:
     return text
 
 
-def of_plan(plan: Plan, advice: Sequence[Advice]) -> Answer:
+def plan_answer(plan: Plan, advice: Sequence[Advice]) -> Answer:
     """Answer with a plan's table, and with the plan's document and the advice."""
     document = {**json.loads(plan.to_json()), "advice": [asdict(each) for each in advice]}
     return Answer(text=plan_table(plan, advice), document=document)

@@ -70,13 +70,10 @@ class Estimate:
 
     def compared(self) -> RenderableType:
         """Table of OSDP's plan above the strategies by hand."""
-        rows = [] if self.plan is None else [_row(self.plan, None)]
-        rows += [_row(each, self.plan) for each in self.by_hand]
-        headings = ["", "micro-batch", "step", "samples/s", *([] if self.plan is None else ["OSDP over it"]), "peak"]
-        kept = [
-            tuple(cell for cell, heading in zip(row, _HEADINGS, strict=True) if heading in headings) for row in rows
-        ]
-        return table({**dict.fromkeys(headings, "right"), "": "left"}, kept)
+        plans: list[HandMade | Plan] = [*([] if self.plan is None else [self.plan]), *self.by_hand]
+        gain = () if self.plan is None else ("OSDP over it",)
+        headings = ("micro-batch", "step", "samples/s", *gain, "peak")
+        return table({"": "left", **dict.fromkeys(headings, "right")}, [_row(each, self.plan) for each in plans])
 
     def sentences(self) -> Iterator[str]:
         """Sentences on the time and the memory of the chosen plan."""
@@ -142,7 +139,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ways:
+class Strategies:
     """Strategies to judge, and the choices of their blocks.
 
     Raises:
@@ -228,45 +225,36 @@ class Ways:
         )
 
 
-_HEADINGS = ("", "micro-batch", "step", "samples/s", "OSDP over it", "peak")
-
-
 def _row(each: HandMade | Plan, plan: Plan | None) -> tuple[str, ...]:
+    """Cells of one plan or strategy; with ``plan``, one of them is the gain of ``plan`` over it."""
     fits = not isinstance(each, HandMade) or each.fits
+    is_rival = fits and plan is not None and each is not plan
+    gain = () if plan is None else (f"{plan.samples_per_s / each.samples_per_s:.2f}" if is_rival else "",)
     return (
         each.name if isinstance(each, HandMade) else OSDP,
-        told_micro_batch(each),
+        format_micro_batch(each),
         format_seconds(each.step_time_s) if fits else "does not fit",
         three_digits(each.samples_per_s) if fits else "",
-        f"{plan.samples_per_s / each.samples_per_s:.2f}" if plan is not None and fits else "",
+        *gain,
         format_bytes(each.peak_bytes),
     )
 
 
-def told_micro_batch(each: HandMade | Plan) -> str:
+def format_micro_batch(each: HandMade | Plan) -> str:
     """Samples of a micro-batch, times the number of micro-batches where there are several."""
     times = f" x {each.num_micro_batches}" if each.num_micro_batches > 1 else ""
     return f"{each.micro_batch_size}{times}"
 
 
-def beside_each_other(estimates: Sequence[Estimate]) -> RenderableType:
+def machines_table(estimates: Sequence[Estimate]) -> RenderableType:
     """Table of machines, each with the plan chosen there."""
+    numbers = ("batch", "step", "samples/s", "a GPU", "peak", "limit")
     return table(
-        {
-            "machine": "left",
-            "": "left",
-            "batch": "right",
-            "step": "right",
-            "samples/s": "right",
-            "a GPU": "right",
-            "peak": "right",
-            "limit": "right",
-        },
-        [_row_of(each) for each in estimates],
+        {"machine": "left", "": "left", **dict.fromkeys(numbers, "right")}, [_machine_row(each) for each in estimates]
     )
 
 
-def _row_of(each: Estimate) -> tuple[str, ...]:
+def _machine_row(each: Estimate) -> tuple[str, ...]:
     plan, limit = each.chosen, format_bytes(each.limit_bytes)
     if plan is None or not each.fits:
         peak = "" if plan is None else format_bytes(plan.peak_bytes)
@@ -274,7 +262,7 @@ def _row_of(each: Estimate) -> tuple[str, ...]:
     return (
         each.spec,
         each.name,
-        told_micro_batch(plan),
+        format_micro_batch(plan),
         format_seconds(plan.step_time_s),
         three_digits(plan.samples_per_s),
         three_digits(plan.samples_per_s / plan.world_size),

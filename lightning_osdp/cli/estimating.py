@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from lightning_osdp.cli.answer import Answer, lines
-from lightning_osdp.cli.estimates import Estimate, Ways, beside_each_other
+from lightning_osdp.cli.estimates import Estimate, Strategies, machines_table
 from lightning_osdp.cli.files import checked_output, write_output
 from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
 from lightning_osdp.core.plans.document import shown
@@ -81,7 +81,7 @@ def estimate(
     """
     machines = {spec.strip(): Machine.parse(spec) for spec in machine.split(";")}
     policies = {spec: _policy(batch, global_batch, accumulate, each.world_size) for spec, each in machines.items()}
-    ways = Ways(strategies=_names(strategy, str.upper), activations=_names(activations, str.lower) or ())
+    ways = Strategies(strategies=_names(strategy, str.upper), activations=_names(activations, str.lower) or ())
     limit_bytes = None if memory is None else parse_bytes(memory)
     if out is not None and len(machines) > 1:
         raise ConfigurationError(f"Expected out with one machine, got {len(machines)}: {machine!r}. Ask one by one.")
@@ -128,7 +128,7 @@ def estimate(
             if value is not None:
                 write_output(value.to_json(), path, "out")
     document = described_model.document
-    title = f"{model}, {document['class']}: {_told_number(document['num_parameters'])} parameters, {precision}"
+    title = f"{model}, {document['class']}: {_format_count(document['num_parameters'])} parameters, {precision}"
     if document["inputs"]:
         inputs = (f"{name} {' x '.join(map(str, sizes)) or '1'}" for name, sizes in document["inputs"].items())
         title += f"; a sample has {', '.join(inputs)}"
@@ -139,7 +139,7 @@ def _answer(title: str, about: Mapping[str, Any], estimates: Sequence[Estimate])
     fits = any(each.fits for each in estimates)
     if len(estimates) > 1:
         document = {"fits": fits, **about, "machines": [each.document for each in estimates]}
-        return Answer(text=lines(title, "", beside_each_other(estimates), "", _ASSUMED), document=document, fits=fits)
+        return Answer(text=lines(title, "", machines_table(estimates), "", _ASSUMED), document=document, fits=fits)
     (only,) = estimates
     return Answer(
         text=lines(
@@ -158,11 +158,11 @@ def _answer(title: str, about: Mapping[str, Any], estimates: Sequence[Estimate])
     )
 
 
-def _told_number(number: int) -> str:
+def _format_count(number: int) -> str:
     """Number of parameters for people.
 
     Example:
-        >>> _told_number(1_543_000_000), _told_number(254_000_000), _told_number(12_345)
+        >>> _format_count(1_543_000_000), _format_count(254_000_000), _format_count(12_345)
         ('1.54 billion', '254 million', '12,345')
     """
     for size, name in ((1e9, "billion"), (1e6, "million")):

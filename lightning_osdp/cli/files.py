@@ -55,7 +55,7 @@ def read_all(plan: str, profile: str, cluster: str) -> tuple[Plan, ModelProfile,
     return found
 
 
-def are_beside(plan: str) -> bool:
+def has_profile_beside(plan: str) -> bool:
     """Tells if the profile and the cluster of a plan are beside it; another run may have written over them."""
     _, profile, cluster = files_of(plan, None, None)
     if not Path(profile).exists() or not Path(cluster).exists():

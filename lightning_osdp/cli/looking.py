@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from lightning_osdp.cli.answer import Answer, lines, of_plan, step_seconds
-from lightning_osdp.cli.files import are_beside, checked_output, files_of, read_all, write_output
+from lightning_osdp.cli.answer import Answer, lines, plan_answer, step_seconds
+from lightning_osdp.cli.files import checked_output, files_of, has_profile_beside, read_all, write_output
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
@@ -38,10 +38,10 @@ def show(plan: str, *, profile: str | None = None, cluster: str | None = None) -
         profile: path of the model's profile; by default beside the plan, if it is there.
         cluster: path of the cluster; by default beside the plan, if it is there.
     """
-    if profile is None and cluster is None and not are_beside(plan):
-        return of_plan(Plan.load(plan), ())
+    if profile is None and cluster is None and not has_profile_beside(plan):
+        return plan_answer(Plan.load(plan), ())
     found = read_all(*files_of(plan, profile, cluster))
-    return of_plan(found[0], advise(*found))
+    return plan_answer(found[0], advise(*found))
 
 
 def explain(

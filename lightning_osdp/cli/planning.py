@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from lightning_osdp.cli.answer import Answer, lines, of_plan
+from lightning_osdp.cli.answer import Answer, lines, plan_answer
 from lightning_osdp.cli.files import checked_output, read_cluster, read_profile, write_output
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
@@ -55,7 +55,7 @@ def plan(
     )
     if path is not None:
         write_output(found.to_json(), path, "out")
-    return of_plan(found, advise(found, model, ranks))
+    return plan_answer(found, advise(found, model, ranks))
 
 
 def what_if_table(

@@ -45,7 +45,7 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
         segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) : first]]
         effects = block_effects(block, choice)
         inside = [_beginning_with_less(segment, fewer) for segment in block.segments[choice]]
-        segments += list(_made_again(profile, block.span, inside)) if effects.reruns else inside
+        segments += list(_with_recomputed(profile, block.span, inside)) if effects.reruns else inside
         fewer += freed_bytes(profile, block, choice)
         if effects.reruns:
             segments[last] = replace(segments[last], backward_s=segments[last].backward_s + effects.rerun_s)
@@ -69,7 +69,7 @@ def _outermost(rerun: Mapping[str, Rerun]) -> dict[str, Rerun]:
     return outer
 
 
-def _made_again(profile: ModelProfile, span: Span, segments: Sequence[Segment]) -> Iterator[Segment]:
+def _with_recomputed(profile: ModelProfile, span: Span, segments: Sequence[Segment]) -> Iterator[Segment]:
     """Segments of a block that runs again, with the bytes that they make again; the block's inputs are not made."""
     first, last = span
     inputs = [ZERO] * (last + 1 - first)

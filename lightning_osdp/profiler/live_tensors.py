@@ -144,11 +144,11 @@ class Census:
     """
 
     def __init__(self) -> None:
-        self._known = {key: weakref.ref(storage) for key, (_, storage) in self._found().items()}
+        self._known = {key: weakref.ref(storage) for key, (_, storage) in self._live_storages().items()}
 
     def newer(self, *, besides: Iterable[Tensor] = ()) -> list[Tensor]:
         """One tensor of each storage that has come alive since, without those of ``besides`` and their gradients."""
-        found = self._found()
+        found = self._live_storages()
         old = {key: known for key, reference in self._known.items() if (known := reference()) is not None}
         left_out = old.keys() | _storages(besides).keys()
         addresses = {storage.data_ptr() for storage in old.values()}  # a numpy array may be behind several storages
@@ -164,7 +164,7 @@ class Census:
         found = _storages(tensors)
         self._known |= {key: weakref.ref(storage) for key, (_, storage) in found.items()}
 
-    def _found(self) -> dict[int, tuple[Tensor, torch.UntypedStorage]]:
+    def _live_storages(self) -> dict[int, tuple[Tensor, torch.UntypedStorage]]:
         """Storages that are alive, but for those in which torch notes the ranks of a mesh."""
         # `type(each)` and not `isinstance`: a proxy for another object may claim to be a tensor
         objects = [each for each in gc.get_objects() if issubclass(type(each), (Tensor, DeviceMesh))]

@@ -109,7 +109,7 @@ def profile_model(
         module,
         cast_batch,
         batch_size,
-        training.run or partial(own_step, module),
+        training.run or partial(module_step, module),
         device,
         None if blocks is None else frozenset(module.get_submodule(name) for name in blocks),
     )
@@ -119,7 +119,9 @@ def profile_model(
         seconds = _seconds(step, trace, rates, together, progress)
     progress("profiling the optimizer", "")
     with untouched(module):
-        optimizer, optimized = profile_optimizers(module, training.optimizers or own_optimizers, device, rates=rates)
+        optimizer, optimized = profile_optimizers(
+            module, training.optimizers or configured_optimizers, device, rates=rates
+        )
     operators = find_operators(module, trace.calls)
     segments, crossings = profile_segments(operators, trace, seconds), profile_crossings(trace)
     may_be_units = {name for operator in operators for name in (operator.name, *operator.enclosing) if name}
@@ -210,14 +212,14 @@ def _first_dimension(batch: Any) -> int:
     return int(tensor.shape[0])
 
 
-def own_step(module: nn.Module, batch: Any) -> Any:
+def module_step(module: nn.Module, batch: Any) -> Any:
     """Runs the module's own training step, without Lightning's warning that logging needs a Trainer."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"You are trying to `self\.log")
         return module.training_step(batch, 0)  # type: ignore[operator]
 
 
-def own_optimizers(module: nn.Module) -> Sequence[Optimizer]:
+def configured_optimizers(module: nn.Module) -> Sequence[Optimizer]:
     """Optimizers that the module configures.
 
     Raises:

@@ -73,7 +73,7 @@ class Operand:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Operand:
+    def describe(cls, tensor: Tensor) -> Operand:
         """Description of a strided tensor.
 
         Raises:
@@ -164,7 +164,7 @@ class OperationRecorder(TorchDispatchMode):
                 function=func,
                 arguments=_described(args),
                 keywords=tuple((name, _described(value)) for name, value in kwargs.items()),
-                results=tuple(Operand.of(tensor) for tensor in made),
+                results=tuple(Operand.describe(tensor) for tensor in made),
                 flops=0 if formula is None else int(formula(*args, **kwargs, out_val=result)),
             )
             self.operations.setdefault(self._segment(), Counter())[operation] += 1
@@ -180,7 +180,7 @@ def _new_tensors(result: Any, inputs: Any) -> list[Tensor]:
 
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return Operand.of(value)
+        return Operand.describe(value)
     if isinstance(value, (list, tuple)):
         return tuple(_described(item) for item in value)
     return None if isinstance(value, torch.Generator) else value

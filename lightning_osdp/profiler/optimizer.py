@@ -90,7 +90,7 @@ def profile_optimizers(
             state_bytes = sum(sample.state_bytes(twin) for sample in samples if twin in sample.parameters)
             optimized[original] = OptimizedParameter(state_bytes, *places[twin])
     small = [_Sample(optimizer, device, partial(_sampled, room=0)) for optimizer in optimizers]
-    fixed = [of_step(*(sample.elements_and_s(rates) for sample in pair)) for pair in zip(small, samples, strict=True)]
+    fixed = [fit_step(*(sample.elements_and_s(rates) for sample in pair)) for pair in zip(small, samples, strict=True)]
     # seconds per element of each optimizer are weighted by the elements that it updates
     sizes = [sum(p.numel() for p in sample.parameters if p.requires_grad) for sample in samples]
     total_s = sum(s_per_element * size for (_, s_per_element), size in zip(fixed, sizes, strict=True))
@@ -198,13 +198,13 @@ class _Sample:
         return sum(p.numel() for p in self.updated), step_s
 
 
-def of_step(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, float]:
+def fit_step(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, float]:
     """Fixed seconds of a step, and seconds per element, from steps of two sizes, given as (elements, seconds).
 
     Neither is below 0. Where the large step has less than twice the elements of the small one, all of it is fixed.
 
     Example:
-        >>> of_step((10, 1.5), (100, 6.0))
+        >>> fit_step((10, 1.5), (100, 6.0))
         (1.0, 0.05)
     """
     more = large[0] - small[0]

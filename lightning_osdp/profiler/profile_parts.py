@@ -195,14 +195,14 @@ def profile_blocks(
             ways["recompute_offload"] = _with_inputs_away(ways["recompute"])
         ways = {choice: way for choice, way in ways.items() if choice in choices}
         if ways:
-            again = [parts[last].again for parts in trace.saving_less.get("recompute", {}).values()]
+            reruns = [parts[last].rerun for parts in trace.saving_less.get("recompute", {}).values()]
             profiles.append(
                 BlockProfile(
                     name=name,
                     span=(first, last),
                     segments=ways,
                     rerun_s=sum((segment.forward_s for segment in kept), ZERO),
-                    reruns_early=any(each is not None and each.is_early for each in again),
+                    reruns_early=any(each is not None and each.is_early for each in reruns),
                     copied_bytes=copied,
                     borrowed_bytes=_borrowed(crossings, (first, last)),
                 )
@@ -214,11 +214,11 @@ def profile_reruns(trace: Trace, may_be_units: Collection[str]) -> dict[str, Rer
     """Parts of forward that a model's own checkpointing runs again in backward, by their segments."""
     reruns: dict[tuple[int, int, bool], dict[str, None]] = {}
     for index, part in enumerate(next(iter(trace.activations.values()))):
-        if part.again is not None:
-            key = index - part.again.num_before, index + part.again.num_behind, part.again.is_early
+        if part.rerun is not None:
+            key = index - part.rerun.num_before, index + part.rerun.num_behind, part.rerun.is_early
             modules = reruns.setdefault(key, {})
             for stack in trace.calls.stacks[trace.calls.sequence[index]]:
-                modules |= dict.fromkeys(name for name in stack[: part.again.num_modules] if name in may_be_units)
+                modules |= dict.fromkeys(name for name in stack[: part.rerun.num_modules] if name in may_be_units)
     return {
         f"{first}-{last}": Rerun((first, last), is_early, tuple(modules))
         for (first, last, is_early), modules in reruns.items()

@@ -16,7 +16,7 @@ from lightning_osdp.profiler import LiveBytes, operation_time
 from lightning_osdp.profiler.operation_time import Operand, OperationRecorder, replayed_s, roofline_s, segment_seconds
 from lightning_osdp.profiler.step.fake_model import faked
 from tests.profiler.entangled_models import MODELS
-from tests.profiler.traced import CPU, PRECISIONS, own_step
+from tests.profiler.traced import CPU, PRECISIONS, module_step
 from tests.this_cpu import skip_what_it_lacks
 
 DTYPES = ("float32", "float64", "bfloat16")
@@ -38,7 +38,7 @@ def recorded_step(name, precision="float32"):
     skip_what_it_lacks(model, precision)
     with faked(model, model.batch(), CPU) as batch, OperationRecorder(lambda: segments[-1]) as recorder:
         with PRECISIONS[precision]():
-            returned = own_step(model, batch)
+            returned = module_step(model, batch)
         segments.append(1)
         (returned["loss"] if isinstance(returned, dict) else returned).backward()
     return recorder.operations

@@ -12,7 +12,7 @@ from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import optimizer
-from lightning_osdp.profiler.optimizer import front, of_step, profile_optimizers
+from lightning_osdp.profiler.optimizer import fit_step, front, profile_optimizers
 
 CPU = torch.device("cpu")
 WEIGHT, BIAS = 4 * 48, 4 * 8
@@ -396,6 +396,6 @@ def test_what_is_fixed_of_a_step_and_what_elements_take(monkeypatch):
 
 
 def test_a_step_of_few_elements_is_fixed_whatever_the_noise():
-    assert of_step((100, 1.0), (100, 1.1)) == (1.1, 0.0)
-    assert of_step((100, 1.0), (200, 0.9)) == (0.9, 0.0)
-    assert of_step((100, 1.0), (300, 0.5)) == (1.0, 0.0)
+    assert fit_step((100, 1.0), (100, 1.1)) == (1.1, 0.0)
+    assert fit_step((100, 1.0), (200, 0.9)) == (0.9, 0.0)
+    assert fit_step((100, 1.0), (300, 0.5)) == (1.0, 0.0)

@@ -95,7 +95,7 @@ def real_and_fake(module, batch, size, step, precision="float32"):
     return real, fake
 
 
-def own_step(module, batch):
+def module_step(module, batch):
     return module.training_step(batch, 0)
 
 

@@ -263,11 +263,11 @@ def hidden_share(measured: Callable[[int, int], float]) -> float:
         >>> hidden_share(lambda num_gathers, num_products: max(1e-3 * num_gathers, 2e-3 * num_products))
         1.0
     """
-    num_gathers, gather_s = _long_enough(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
-    num_products, _ = _long_enough(lambda number: measured(0, number), max(_LEAST_OVERLAP_S, gather_s))
+    num_gathers, gather_s = _calibrated(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
+    num_products, _ = _calibrated(lambda number: measured(0, number), max(_LEAST_OVERLAP_S, gather_s))
     return statistics.median(
         1 - more_s / min(gather_s, compute_s)
-        for gather_s, compute_s, more_s in _beside(measured, num_gathers, num_products)
+        for gather_s, compute_s, more_s in _paired_runs(measured, num_gathers, num_products)
     )
 
 
@@ -286,22 +286,22 @@ def contention_of(measured: Callable[[int, int], float]) -> Contention:
         >>> contention_of(lambda num_gathers, num_products: 1e-3 * max(num_gathers, num_products))
         Contention(computing=1.0, collectives=1.0)
     """
-    num_gathers, gather_s = _long_enough(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
-    num_products, compute_s = _long_enough(lambda number: measured(0, number), _LEAST_OVERLAP_S)
+    num_gathers, gather_s = _calibrated(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
+    num_products, compute_s = _calibrated(lambda number: measured(0, number), _LEAST_OVERLAP_S)
     more_gathers = max(num_gathers, math.ceil(2 * num_gathers * compute_s / gather_s))
     more_products = max(num_products, math.ceil(2 * num_products * gather_s / compute_s))
     of_gathers, of_computing = (
         min(_MOST_CONTENTION, max(0.0, statistics.median(shares)))
         for shares in (
-            [more_s / compute_s for _, compute_s, more_s in _beside(measured, more_gathers, num_products)],
-            [more_s / gather_s for gather_s, _, more_s in _beside(measured, num_gathers, more_products)],
+            [more_s / compute_s for _, compute_s, more_s in _paired_runs(measured, more_gathers, num_products)],
+            [more_s / gather_s for gather_s, _, more_s in _paired_runs(measured, num_gathers, more_products)],
         )
     )
     ratio = (1 - of_gathers) / (1 - of_computing)
     return Contention(computing=max(1.0, of_gathers + ratio), collectives=max(1.0, of_computing + 1 / ratio))
 
 
-def _beside(
+def _paired_runs(
     measured: Callable[[int, int], float], num_gathers: int, num_products: int
 ) -> Iterator[tuple[float, float, float]]:
     """Seconds of all-gathers, of products, and of both together beyond the longer of the two; several times."""
@@ -310,7 +310,7 @@ def _beside(
         yield gather_s, compute_s, measured(num_gathers, num_products) - max(gather_s, compute_s)
 
 
-def _long_enough(seconds_of: Callable[[int], float], least_s: float) -> tuple[int, float]:
+def _calibrated(seconds_of: Callable[[int], float], least_s: float) -> tuple[int, float]:
     """Least power of two that takes ``least_s``, and its seconds."""
     number = 1
     while (taken_s := seconds_of(number)) < least_s:

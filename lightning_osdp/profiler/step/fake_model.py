@@ -82,9 +82,9 @@ def faked(
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
     stand_ins = _StandIns(mode, device)
-    with _not_kept(stand_ins) as made, untouched(module):
+    with _fakes_removed(stand_ins) as made, untouched(module):
         try:
-            fake_batch = copy.deepcopy(batch, {id(tensor): stand_ins.of(tensor) for tensor in tensors_in(batch)})
+            fake_batch = copy.deepcopy(batch, {id(tensor): stand_ins.fake(tensor) for tensor in tensors_in(batch)})
             parameters = list(module.parameters())
             for child in module.modules():
                 stand_ins.put_into(vars(child))
@@ -102,7 +102,7 @@ def faked(
             ):
                 yield fake_batch
             if changed is not None:
-                changed |= {p for p in parameters if stand_ins.of(p).untyped_storage()._cdata in noted.written}
+                changed |= {p for p in parameters if stand_ins.fake(p).untyped_storage()._cdata in noted.written}
         except OSDPError:
             raise
         except Exception as error:  # a training step may do anything, and so may fail in any way
@@ -121,7 +121,7 @@ class _StandIns:
         self._fakes: dict[Tensor, Tensor] = {}
         self._visited: set[int] = set()
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def fake(self, tensor: Tensor) -> Tensor:
         """Fake of a tensor, as a leaf of autograd."""
         if tensor not in self._fakes:
             self._fakes[tensor] = self._make(tensor)
@@ -156,9 +156,9 @@ class _StandIns:
 
     def _replaced(self, item: Any) -> Any:
         if isinstance(item, Tensor):
-            return self.of(item)
+            return self.fake(item)
         if isinstance(item, weakref.ref) and isinstance(referent := item(), Tensor):
-            return weakref.ref(self.of(referent))  # recurrent layers compare their weights with these
+            return weakref.ref(self.fake(referent))  # recurrent layers compare their weights with these
         if isinstance(item, torch.device) and item.type == "meta":
             return self._device  # Lightning's modules and metrics note theirs
         if isinstance(item, (dict, list, deque, set)):
@@ -171,7 +171,7 @@ class _StandIns:
 
 
 @contextmanager
-def _not_kept(stand_ins: _StandIns) -> Iterator[_Storages]:
+def _fakes_removed(stand_ins: _StandIns) -> Iterator[_Storages]:
     """Removes fakes that a step leaves outside of its module, on exit: later steps on real tensors would find them.
 
     Caches of functions (``functools.lru_cache``) with fakes are cleared. Global dicts and lists, and those that are
@@ -186,10 +186,10 @@ def _not_kept(stand_ins: _StandIns) -> Iterator[_Storages]:
     finally:
         stand_ins.forget()
         if any(storage() is not None for storage in made):
-            _drop_kept(stand_ins.mode)
+            _remove_fakes(stand_ins.mode)
 
 
-def _drop_kept(mode: FakeTensorMode) -> None:
+def _remove_fakes(mode: FakeTensorMode) -> None:
     objects = gc.get_objects()
     # `type(each)` and not `isinstance`: a proxy for another object may claim to be a tensor, or fail
     fakes = {id(each) for each in objects if issubclass(type(each), FakeTensor) and each.fake_mode is mode}
@@ -287,7 +287,7 @@ def _statistics_like_weight(result: Any, _: Tensor, *options: Any) -> Any:
     return output, torch.empty_like(mean, dtype=weight.dtype), torch.empty_like(deviation, dtype=weight.dtype)
 
 
-def _only_wanted(result: Any, *args: Any) -> Any:
+def _needed_gradients(result: Any, *args: Any) -> Any:
     """Gradients without those of inputs that need none."""
     wanted = args[-1]
     return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(result, wanted, strict=True))
@@ -359,7 +359,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: _statistics_like_weight,
     aten.native_batch_norm.default: _statistics_like_weight,
     aten.native_layer_norm_backward.default: _contiguous_input_gradient,
-    aten.native_batch_norm_backward.default: _only_wanted,
+    aten.native_batch_norm_backward.default: _needed_gradients,
     # a call without gradients returns no workspace
     aten.mkldnn_rnn_layer.default: _as_called(aten.mkldnn_rnn_layer.default, 3),
     aten.mkldnn_rnn_layer_backward.default: _two_biases,

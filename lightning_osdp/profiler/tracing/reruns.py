@@ -13,7 +13,7 @@ from torch import nn
 from lightning_osdp.profiler.tracing.calls import Position, floating_tensors
 
 
-class Again(NamedTuple):
+class RerunPlace(NamedTuple):
     """Place of a segment in a part of forward that runs again at once; equal for segments of equal blocks."""
 
     num_before: int
@@ -36,7 +36,7 @@ class Reruns:
         self._reached: dict[str, int] = {}
         """Module -> last segment of its latest call to whose outputs backward has come."""
         self._num_modules: dict[int, dict[int, int]] = {}
-        """Number of reruns so far -> the segments of the latest rerun, with their `Again.num_modules`."""
+        """Number of reruns so far -> the segments of the latest rerun, with their `RerunPlace.num_modules`."""
 
     def enter(self, name: str, *_: object) -> None:
         """Hook before a module."""
@@ -62,20 +62,20 @@ class Reruns:
         if tensor is not None:
             tensor.register_hook(lambda _: self._reached.update({name: last}))
 
-    def by_segment(self) -> dict[int, Again]:
+    def by_segment(self) -> dict[int, RerunPlace]:
         """Segments that are run again, each the first time only: reruns inside of reruns gather nothing."""
-        again: dict[int, Again] = {}
+        again: dict[int, RerunPlace] = {}
         for came_from, num_modules in zip(self._position.came_from, self._num_modules.values(), strict=True):
             first, last = min(num_modules), max(num_modules)
             if not again.keys() & num_modules.keys():
                 for segment in range(first, last + 1):
                     num = num_modules.get(segment, 0)
-                    again[segment] = Again(segment - first, last - segment, came_from != last, num)
+                    again[segment] = RerunPlace(segment - first, last - segment, came_from != last, num)
         return again
 
 
 @contextmanager
-def followed_again(module: nn.Module, position: Position) -> Iterator[Reruns]:
+def recorded_reruns(module: nn.Module, position: Position) -> Iterator[Reruns]:
     """Records which segments backward runs again; the position has to be `followed` already."""
     modules, reruns = dict(module.named_modules()), Reruns(position)
     with ExitStack() as cleanup:

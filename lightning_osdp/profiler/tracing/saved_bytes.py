@@ -22,7 +22,7 @@ from lightning_osdp.profiler.step.run_step import loss_in
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Calls, Position, followed
 from lightning_osdp.profiler.tracing.operators import find_operators
-from lightning_osdp.profiler.tracing.reruns import Again, followed_again
+from lightning_osdp.profiler.tracing.reruns import RerunPlace, recorded_reruns
 from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
 
 Saved = tuple[tuple[bool, int, int], int]
@@ -55,7 +55,7 @@ class Activations:
     segments there are before."""
     passed_bytes: int | None = None
     """Live bytes, counted like `settled_bytes`, when the segment's backward is over."""
-    again: Again | None = None
+    rerun: RerunPlace | None = None
     """Place in the part of forward that runs again in backward; None where the segment does not."""
 
 
@@ -221,7 +221,7 @@ def trace_activations(
         for parameter in module.parameters():
             if parameter.requires_grad:
                 cleanup.callback(parameter.register_post_accumulate_grad_hook(follower.drop).remove)
-        reruns = cleanup.enter_context(followed_again(module, position))
+        reruns = cleanup.enter_context(recorded_reruns(module, position))
         cleanup.enter_context(saving_less(module, blocks, choice, position, follower.excluded))
         with saved_tensors_hooks(follower.keep, lambda packed: packed):
             returned = run()
@@ -233,7 +233,7 @@ def trace_activations(
         loss_in(returned).backward()
         position.end()
         for segment, place in reruns.by_segment().items():
-            parts[segment].again = place
+            parts[segment].rerun = place
     return parts
 
 

@@ -14,8 +14,8 @@ from torch.optim import AdamW
 
 from lightning_osdp.core.text.nearest import nearest
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.profiler.without_weights.imported import SETTINGS, built
-from lightning_osdp.profiler.without_weights.inputs import OWN, batch_for
+from lightning_osdp.profiler.without_weights.imported import SETTINGS_ADVICE, built
+from lightning_osdp.profiler.without_weights.inputs import DATA_ADVICE, batch_for
 from lightning_osdp.profiler.without_weights.model import DescribedModel
 
 _TASKS = (
@@ -62,9 +62,9 @@ def from_configuration(
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # only configurations for generating have one
     with torch.device("meta"):
-        module = built(f"configuration {model!r}", SETTINGS, kind, config)
+        module = built(f"configuration {model!r}", SETTINGS_ADVICE, kind, config)
     module.train()
-    batch = built(f"inputs of {kind.__name__}", SETTINGS, batch_for, module, task, sequence_length)
+    batch = built(f"inputs of {kind.__name__}", SETTINGS_ADVICE, batch_for, module, task, sequence_length)
 
     def run(batch: Mapping[str, Any]) -> Tensor:
         if task == "CTC":  # sizes in CTC's loss depend on values; this has all of its tensors but that of alignments
@@ -91,7 +91,7 @@ def _configuration(transformers: ModuleType, model: str, settings: Mapping[str, 
                 f" {error!r}."
             ) from error
         entries = {**{key: value for key, value in entries.items() if key != "model_type"}, **settings}
-        return built(f"configuration {model!r}", SETTINGS, transformers.AutoConfig.for_model, name, **entries)
+        return built(f"configuration {model!r}", SETTINGS_ADVICE, transformers.AutoConfig.for_model, name, **entries)
     kind = getattr(transformers, model, None) if model.endswith("Config") else None
     if kind is None:
         names = [name for name in dir(transformers) if name.endswith("Config")]
@@ -100,14 +100,14 @@ def _configuration(transformers: ModuleType, model: str, settings: Mapping[str, 
             "Expected the name of a configuration of transformers, the path of its .json, or package.module:Name, got"
             f" {model!r}. {hint}"
         )
-    return built(f"configuration {model!r}", SETTINGS, kind, **settings)
+    return built(f"configuration {model!r}", SETTINGS_ADVICE, kind, **settings)
 
 
 def _class_of(transformers: ModuleType, config: Any, task: str | None) -> tuple[type[nn.Module], str]:
     """Class of a configuration, and its task: the given one, that of its architectures, or its first one."""
     classes = dict(_classes(transformers, config))
     title = type(config).__name__
-    there_are = f"There are {', '.join(classes) or 'none'}. {OWN}"
+    there_are = f"There are {', '.join(classes) or 'none'}. {DATA_ADVICE}"
     if task is not None:
         if task not in classes:
             raise ConfigurationError(f"Expected a task of {title}, got {task!r}. {there_are}")
@@ -123,7 +123,7 @@ def _class_of(transformers: ModuleType, config: Any, task: str | None) -> tuple[
             f" one of its tasks as --task. {there_are}"
         )
     if not classes:
-        raise ConfigurationError(f"Expected a configuration of a model with a loss, got {title}. {OWN}")
+        raise ConfigurationError(f"Expected a configuration of a model with a loss, got {title}. {DATA_ADVICE}")
     is_decoder = getattr(config, "is_decoder", False)
     first = next((each for each in classes if not (is_decoder and each == "MaskedLM")), next(iter(classes)))
     return classes[first], first

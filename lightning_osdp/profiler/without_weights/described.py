@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.profiler.model import own_step
+from lightning_osdp.profiler.model import module_step
 from lightning_osdp.profiler.without_weights.configurations import from_configuration
-from lightning_osdp.profiler.without_weights.imported import SETTINGS, built, imported
+from lightning_osdp.profiler.without_weights.imported import SETTINGS_ADVICE, built, imported
 from lightning_osdp.profiler.without_weights.model import NUM_SAMPLES, DescribedModel
 
 _DATA = "Give as data a function that takes a number of samples and returns a batch of them."
@@ -63,7 +63,7 @@ def described(
 def _lightning_module(model: str, settings: Mapping[str, Any], data: str | None) -> DescribedModel:
     make = imported(model)
     with torch.device("meta"):
-        module = built(f"model {model!r}", SETTINGS, make, **settings)
+        module = built(f"model {model!r}", SETTINGS_ADVICE, make, **settings)
     if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
         raise ConfigurationError(
             f"Expected {model!r} to make a LightningModule, got {type(module).__name__}. Name its class, or a function"
@@ -71,7 +71,7 @@ def _lightning_module(model: str, settings: Mapping[str, Any], data: str | None)
         )
     if hasattr(module, "configure_model"):
         with torch.device("meta"):
-            built(f"model {model!r}", SETTINGS, module.configure_model)  # type: ignore[arg-type]
+            built(f"model {model!r}", SETTINGS_ADVICE, module.configure_model)  # type: ignore[arg-type]
 
     def first_batch() -> Any:
         return next(iter(module.train_dataloader()))  # type: ignore[operator]
@@ -80,4 +80,4 @@ def _lightning_module(model: str, settings: Mapping[str, Any], data: str | None)
         batch = built(f"data {data!r}", _DATA, imported(data), NUM_SAMPLES)
     else:
         batch = built(f"a batch of {model!r}.train_dataloader", _DATA, first_batch)
-    return DescribedModel(module=module, batch=batch, run=partial(own_step, module))
+    return DescribedModel(module=module, batch=batch, run=partial(module_step, module))

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_osdp.core.text.nearest import nearest
 from lightning_osdp.errors import ConfigurationError, OSDPError
 
-SETTINGS = "Give what it takes as settings."
+SETTINGS_ADVICE = "Give what it takes as settings."
 
 
 def imported(path: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler.without_weights.model import NUM_SAMPLES
 
-OWN = "Write a LightningModule of it, and name that as package.module:Name with --data."
+DATA_ADVICE = "Write a LightningModule of it, and name that as package.module:Name with --data."
 _TOKENS = 2048
 _PIXELS = 224
 _KNOWN = ("input_ids", "pixel_values", "input_values", "input_features")
@@ -44,7 +44,7 @@ def batch_for(module: nn.Module, task: str, sequence_length: int | None) -> dict
     if ("input_features" in takes and spectrogram is None) or not {*takes} & {*_KNOWN}:
         raise ConfigurationError(
             f"Expected {title} to take inputs that can be made ({', '.join(_KNOWN)} of known sizes), got"
-            f" {', '.join(takes)}. {OWN}"
+            f" {', '.join(takes)}. {DATA_ADVICE}"
         )
     if has_sound and sequence_length is None:
         raise ConfigurationError(

@@ -15,7 +15,7 @@ from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.profiler.model import TrainingStep, own_optimizers, profile_model
+from lightning_osdp.profiler.model import TrainingStep, configured_optimizers, profile_model
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.without_weights.imported import built
 
@@ -87,6 +87,6 @@ class DescribedModel:
                 return self.run(batch)
 
         # Lightning reduces in the dtype that it computes in
-        optimizers = partial(built, "optimizers of the model", _OPTIMIZERS, self.optimizers or own_optimizers)
+        optimizers = partial(built, "optimizers of the model", _OPTIMIZERS, self.optimizers or configured_optimizers)
         step = TrainingStep(run, optimizers, ComputePrecision(dtype, reduce_dtype=dtype))
         return profile_model(self.module, self.batch, step, rates=rates, activations=activations, progress=progress)

@@ -16,7 +16,7 @@ from lightning_osdp.profiler.step import fake_model
 from lightning_osdp.profiler.step.fake_model import faked
 from tests.profiler.entangled_models import MODELS
 from tests.profiler.ordinary_models import Model
-from tests.profiler.traced import CPU, PRECISIONS, own_step, real_and_fake
+from tests.profiler.traced import CPU, PRECISIONS, module_step, real_and_fake
 
 READS_VALUES = {"SkipsLayers"}
 FIXED_SIZE = {"Recurrent", "OneSample"}  # one reshapes to its batch size, the other has one sample
@@ -27,7 +27,7 @@ FIXED_SIZE = {"Recurrent", "OneSample"}  # one reshapes to its batch size, the o
 def test_a_step_on_fakes_takes_the_same_bytes(name, precision):
     for size in (None,) if name in FIXED_SIZE else (None, 7):
         model = MODELS[name]()
-        real, fake = real_and_fake(model, model.batch(), size, own_step, precision)
+        real, fake = real_and_fake(model, model.batch(), size, module_step, precision)
         # EmbeddingBag on CPU keeps one offset more than it returns.
         assert real == fake if name != "Bags" else all(0 <= r - f <= 8 for r, f in zip(real, fake, strict=True))
 
@@ -46,7 +46,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.1}, {"attn_mask": torch.zeros(5, 5)}])
 def test_attention_chooses_the_same_kernel(options, precision):
-    real, fake = real_and_fake(Attention(options), torch.randn(4, 5, 16), 3, own_step, precision)
+    real, fake = real_and_fake(Attention(options), torch.randn(4, 5, 16), 3, module_step, precision)
     assert real == fake
     assert real.saved > 0
 
@@ -160,7 +160,7 @@ def test_everything_is_as_before_also_after_an_error(name, fails):
     try:
         with faked(model, batch, CPU) as fake_batch:
             assert isinstance(model.list_in_tuple[0][0], FakeTensor)
-            own_step(model, fake_batch)
+            module_step(model, fake_batch)
             if fails:
                 raise ValueError
     except UntraceableError:
@@ -209,7 +209,7 @@ def test_a_step_that_reads_values_is_refused_with_the_cause(read):
     model = Reads(read)
     expected = pytest.raises(UntraceableError, match="training step of Reads to run on fake tensors")
     with expected as refused, faked(model, model.batch(), CPU) as batch:
-        own_step(model, batch)
+        module_step(model, batch)
     assert refused.value.__cause__ is not None
     assert repr(refused.value.__cause__) in str(refused.value)
 
@@ -218,7 +218,7 @@ def test_a_step_that_reads_values_is_refused_with_the_cause(read):
 def test_no_kernel_gets_the_address_of_a_fake():
     model = Reads(torch.Tensor.data_ptr)
     with pytest.raises(UntraceableError, match="Cannot access data pointer"), faked(model, model.batch(), CPU) as batch:
-        own_step(model, batch)
+        module_step(model, batch)
 
 
 def test_recurrent_layers_may_be_told_to_flatten_their_parameters(monkeypatch):
