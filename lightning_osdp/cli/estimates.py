@@ -226,7 +226,7 @@ class Strategies:
 
 
 def _row(each: HandMade | Plan, plan: Plan | None) -> tuple[str, ...]:
-    """Cells of one plan or strategy; with ``plan``, one of them is the gain of ``plan`` over it."""
+    """Cells of one plan or strategy, with the gain of ``plan`` over it where that is given."""
     fits = not isinstance(each, HandMade) or each.fits
     is_rival = fits and plan is not None and each is not plan
     gain = () if plan is None else (f"{plan.samples_per_s / each.samples_per_s:.2f}" if is_rival else "",)

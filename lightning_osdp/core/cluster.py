@@ -19,15 +19,15 @@ MOST_RANKS = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Cost of a ring collective: alpha and beta of the paper's equation 2, or ring steps as they were measured."""
+    """Cost of a ring collective: alpha and beta of the paper's equation 2, or measured ring steps."""
 
     latency_s: float
     """alpha: seconds per ring step, whatever the message's size."""
     seconds_per_byte: float
     """beta: seconds per byte sent by one rank."""
     steps: tuple[tuple[float, float], ...] = ()
-    """Measured: bytes that a rank sends in a ring step, and its seconds; more of both in each than in the one before.
-    Links are no straight lines: protocols change with the size of messages."""
+    """Measured ring steps, as bytes that a rank sends and seconds, both ascending. Seconds are not affine in bytes, for
+    protocols change with the size of messages."""
 
     def ring_s(self, num_bytes: float, world_size: int) -> float:
         """Seconds of one ring all-gather or reduce-scatter: ``(N-1) alpha + (N-1)/N S beta``, S of the whole tensor.
@@ -40,10 +40,10 @@ class Link:
         return (world_size - 1) * self.step_s(num_bytes / world_size)
 
     def step_s(self, num_bytes: float) -> float:
-        """Seconds of a ring step in which a rank sends so many bytes.
+        """Seconds of a ring step in which a rank sends ``num_bytes``.
 
-        Between two that were measured it is on the line between them. Fewer bytes than in the first take as long as
-        it; more than in the last take `seconds_per_byte` for each of them.
+        Seconds between two measured steps are interpolated. Fewer bytes than in the first step take its seconds; each
+        byte beyond the last step takes `seconds_per_byte`.
         """
         steps = self.steps or ((0.0, self.latency_s),)
         index = bisect_left(steps, (num_bytes,))
@@ -71,7 +71,7 @@ class Links:
     all_gather: Link
     reduce_scatter: Link
     all_reduce: Link
-    """A ring step there and back: it reduces and scatters, then gathers."""
+    """Ring all-reduce: its step is one of a reduce-scatter and one of an all-gather."""
 
     def at_rate(self, rate: float) -> Links:
         """Links with ``rate`` times the bytes/s."""
@@ -132,7 +132,7 @@ class Cluster(Stored):
     all_gather: Link
     reduce_scatter: Link
     unit_overhead: Mapping[str, UnitOverhead] = field(default_factory=dict)
-    """One of `UNIT_PARTS` -> what the runtime takes for it, each time; empty where it was not measured."""
+    """Overhead of each of `UNIT_PARTS`; empty where overhead was not measured."""
     backend: str = ""
     """Name of the process group's backend, for reports."""
     overlaps: bool = False
@@ -152,11 +152,11 @@ class Cluster(Stored):
     node_size: int | None = None
     """Ranks of one node, which follow each other; None: all are in one."""
     within_node: Links | None = None
-    """Over the ranks of a node, in all nodes at a time; None where that was not measured."""
+    """Links over the ranks of a node, in all nodes at a time; None where they were not measured."""
     between_nodes: Links | None = None
-    """Over the ranks that have the same place in their nodes, for all places at a time."""
+    """Links over the ranks that have the same place in their nodes, for all places at a time."""
     all_reduce: Link | None = None
-    """Over all ranks, where there are several nodes; see `Links.all_reduce`."""
+    """All-reduce over all ranks, where there are several nodes; see `Links.all_reduce`."""
 
     @property
     def has_nodes(self) -> bool:
@@ -165,7 +165,7 @@ class Cluster(Stored):
         return size is not None and 1 < size < ranks and ranks % size == 0
 
     def num_ranks(self, over: str) -> int:
-        """How many ranks: ``all``, those of a ``node``, or ``one``."""
+        """Number of ranks: of ``all``, of a ``node``, or of ``one``."""
         return {"all": self.world_size, "node": self.node_size or self.world_size, "one": 1}[over]
 
     def as_if(self, world_size: int, *, link_rate: float = 1.0) -> Cluster:

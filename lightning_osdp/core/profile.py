@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterProfile:
-    """One parameter of an operator; a tied one at its first operator only."""
+    """One parameter of an operator; a tied parameter is listed at its first operator only."""
 
     position: int
     """Index in ``named_parameters()`` of the model: the parameters of a unit are laid out in this order."""
@@ -54,7 +54,7 @@ class OptimizerProfile:
     s_per_element: float = 0.0
     """Seconds per trainable element of the shard that this rank updates."""
     fixed_s: float = 0.0
-    """Seconds of a step beside those, whatever the number of elements: each rank updates a part of every parameter."""
+    """Seconds of a step whatever the number of elements: each rank updates a part of every parameter."""
     is_foreach: bool = False
     """True: the parameters of a group are updated at once, with temporaries of all of them alive together."""
     temporaries: tuple[tuple[float, float], ...] = ()

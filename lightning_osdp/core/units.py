@@ -114,11 +114,12 @@ def default_min_unit_bytes(profile: ModelProfile) -> int:
 def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tuple[UnitProfile, ...]:
     """Candidate units, root first, then in forward order; every operator is in exactly one.
 
-    Each operator gets a unit at the smallest module that encloses all uses of its parameters; operators with the
-    same such module (tied ones) share it. A unit smaller than ``min_unit_bytes`` joins the nearest unit above it in
-    the module tree -- which is where parameters go that no unit of their own holds -- unless it is also used outside
-    that unit's forward, where its parameters would not be gathered, or trains in another dtype. It joins the outermost
-    module around it rather than the root: children of the root may be called, and run backward, one by one.
+    Each operator gets a unit at the smallest module that encloses all uses of its parameters; operators with one such
+    module (tied ones) share the unit. A unit smaller than ``min_unit_bytes`` joins the nearest unit above it in the
+    module tree, where ``fully_shard`` puts parameters that no unit of their own holds. Exceptions are units that are
+    also used outside of that unit's forward, where their parameters would not be gathered, and units of another dtype.
+    A small unit joins the outermost module around it rather than the root: children of the root may be called, and run
+    backward, one by one.
     """
     if min_unit_bytes is None:
         min_unit_bytes = default_min_unit_bytes(profile)
@@ -143,7 +144,7 @@ def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tu
 def outermost(operators: Sequence[OperatorProfile]) -> dict[str, list[OperatorProfile]]:
     """Operators by the outermost module that may be their unit: a child of the root, or else the root.
 
-    A child that is the unit of what is inside it holds its own parameters, too.
+    A child that is the unit of operators inside it holds its own parameters, too.
     """
     children = {
         child
@@ -160,7 +161,7 @@ def outermost(operators: Sequence[OperatorProfile]) -> dict[str, list[OperatorPr
 def merged(
     profile: ModelProfile, units: Sequence[UnitProfile], names: Collection[str]
 ) -> tuple[UnitProfile, ...] | None:
-    """The units with one at each named module in place of all units and parameters inside it; None where one cannot be.
+    """Units with one at each named module in place of all units and parameters inside; None where one cannot be.
 
     A module cannot hold all parameters below it where some of them are also used outside its forward, or where they
     train in several dtypes: gradients of a unit are reduced in one tensor. No named module is inside another. Units of
@@ -183,9 +184,9 @@ def merged(
 def joined(
     profile: ModelProfile, units: Sequence[UnitProfile], pairs: Collection[tuple[str, str]]
 ) -> tuple[UnitProfile, ...] | None:
-    """The units with each of these pairs one unit, named after its first module; None where one cannot be.
+    """Units with each pair as one unit, named after the first of the pair; None where one cannot be.
 
-    Pairs are names of units that follow each other, see `may_join`; each name once.
+    Pairs are names of units that follow each other, see `may_join`; each name is in one pair.
     """
     by_name = {unit.name: unit for unit in units}
     into = {second: first for first, second in pairs}
@@ -238,7 +239,7 @@ def grouped(
     members: Mapping[str, Collection[str]],
     modules: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> tuple[UnitProfile, ...]:
-    """The units of these names, made of the operators of these names; units of several modules name those."""
+    """Units by name, made of the operators of these names; ``modules`` names those of units of several modules."""
     operators = {operator.name: operator for operator in profile}
     found = {unit: [operators[name] for name in names] for unit, names in members.items()}
     return _units(profile, found, modules)
@@ -249,7 +250,7 @@ def _units(
     members: Mapping[str, Sequence[OperatorProfile]],
     modules: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> tuple[UnitProfile, ...]:
-    """Units by name, with what runs inside them; root first, then in forward order."""
+    """Units of these operators, with their segments and calls; root first, then in forward order."""
     position = {operator.name: index for index, operator in enumerate(profile)}
     above = {around for name in members for around in _ancestors(name)}
     blocks = {block.name: block for block in profile.blocks if block.name not in above}
@@ -288,10 +289,10 @@ def _calls(profile: ModelProfile, name: str, modules: Collection[str] | None) ->
 
 
 def _trained_from(profile: ModelProfile) -> int:
-    """The first segment whose operator has something to train; 0 where only the root has, as nobody knows where it is.
+    """First segment whose operator has trainable parameters; 0 where only the root has some, whose place is unknown.
 
-    An operator that is never called itself counts where the nearest module around it is called; where nothing is
-    trained, it is the segment after all others.
+    An operator that is never called itself counts where the nearest module around it is called. Without trainable
+    parameters, the result is the number of segments.
     """
     trained = [operator for operator in profile if operator.num_trainable]
     first: dict[str, int] = {}

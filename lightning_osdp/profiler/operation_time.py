@@ -316,7 +316,7 @@ def _rows_by_operand(operation: Operation) -> Mapping[int, int]:
 
 
 def _tensor(operand: Operand, *, num_rows: int = 0) -> Tensor:
-    """Tensor of made-up values: whole numbers below ``num_rows``, if that is not zero."""
+    """Tensor of made-up values; indices are below ``num_rows``, if that is not zero."""
     size, dtype, device = operand.num_elements_spanned, operand.dtype, operand.device
     if num_rows and dtype in _INDEX_DTYPES:
         memory = torch.randint(num_rows, (size,), dtype=dtype, device=device)

@@ -60,8 +60,8 @@ class Unit:
     treatments: tuple[Treatment, ...]
     """How each slice is treated; one slice where the operator is not split."""
     modules: tuple[str, ...] = ()
-    """Modules that are grouped in this unit, where that is not just the module of its name: it stays gathered from the
-    first of their calls to the last."""
+    """Modules that are grouped in this unit; empty where it is just the module of its name. The unit stays gathered
+    from the first call of these modules to the last."""
     parameter_bytes: int = 0
     """Gathered parameters of all slices."""
     time_s: float = 0.0
@@ -127,7 +127,7 @@ class Block:
     frees_bytes: int = 0
     """Bytes of a micro-batch that do not stay on the device from its forward to its backward."""
     costs_s: float = 0.0
-    """Predicted seconds per optimizer step that this takes."""
+    """Predicted seconds per optimizer step that the treatment takes."""
 
     @property
     def activations(self) -> str:
@@ -146,7 +146,7 @@ class Plan:
     """Parameter name -> shape, dtype and marks of the model that the plan is for."""
     world_size: int
     units: tuple[Unit, ...]
-    """Root first, then in forward order. They fix what is gathered together."""
+    """Units, root first, then in forward order: parameters of a unit are gathered together."""
     memory_limit_bytes: int
     peak_bytes: int
     """Predicted peak of live bytes in one optimizer step, on the rank that holds most."""
@@ -163,7 +163,8 @@ class Plan:
     blocks: tuple[Block, ...] = ()
     """Modules that recompute or offload what they save for backward, in forward order; all others keep it."""
     recomputable: tuple[Block, ...] = ()
-    """Modules that keep it and might recompute, with the bytes and seconds of that, in forward order."""
+    """Modules that keep what they save and might recompute, with the bytes and seconds of recomputing, in forward
+    order."""
     search_space: SearchSpace = field(default_factory=SearchSpace)
     """Limits within which the plan was chosen; no limits where a plan file leaves them out."""
     solver: str = ""
@@ -178,8 +179,8 @@ class Plan:
     late_backward: tuple[str, ...] = ()
     """Units, or slices of them, that are gathered when backward comes to them though others are gathered ahead."""
     all_zdp_step_time_s: float = 0.0
-    """Predicted seconds that plain FSDP takes for as many samples: every unit ZDP, in those micro-batches, with those
-    activations kept or recomputed, that are fastest under the limit; 0 where it does not fit."""
+    """Predicted seconds that plain FSDP takes for as many samples; 0 where it does not fit. Plain FSDP has every unit
+    ZDP, with the micro-batches and the activations, kept or recomputed, that are fastest under the limit."""
     all_zdp_peak_bytes: int = 0
     """Predicted peak of plain FSDP; the least that any of its settings reaches where none fits."""
     all_zdp_how: str = ""
@@ -234,7 +235,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "the plan") -> Plan:
-        """Plan from what `to_json` wrote.
+        """Plan from the text of `to_json`.
 
         Args:
             text: JSON text.
@@ -286,7 +287,7 @@ class Plan:
             )
 
     def differences(self, fingerprint: Mapping[str, str], *, world_size: int, node_size: int | None = None) -> str:
-        """The first differences from what the plan is for, as of `check_matches`; nothing where it matches."""
+        """First differences from the plan's model and ranks, as in `check_matches`; empty where the plan matches."""
         differences = []
         if world_size != self.world_size:
             differences.append(f"the plan is for {self.world_size} ranks, this run has {world_size}")

@@ -14,8 +14,8 @@ class SearchSpace:
     """Limits on the decisions of a plan.
 
     Raises:
-        ConfigurationError: a mode or a choice of micro-batches that does not exist, none at all, a negative number
-            of bytes, or a value of another type.
+        ConfigurationError: a field names a choice that does not exist, or no choice; a number is out of range; or a
+            value has another type.
     """
 
     modes: tuple[str, ...] = tuple(NAMED_MODES)
