@@ -28,8 +28,8 @@ class UnitProfile:
     modules: tuple[str, ...] = ()
     """Modules that are one unit together, in forward order; empty where the unit is just the module of its name."""
     block: BlockProfile | None = None
-    """The unit's module as a block, whose activations may be chosen with the unit; None where other units lie inside
-    the module."""
+    """Unit's module as a block, whose activations are chosen with the unit's modes; None where the module is no block
+    or other units lie inside."""
 
     @property
     def is_root(self) -> bool:
