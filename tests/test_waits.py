@@ -33,7 +33,7 @@ ALLOWED = {
     ("apply/sharded.py", "_begin"): IN_SETUP,
     ("apply/state.py", "_whole"): CHECKPOINT,
     ("callbacks/plan_monitor.py", "finished"): "at the end of a fit alone",
-    ("strategy/checkpointing/averaging.py", "_copy"): IN_SETUP,
+    ("strategy/checkpointing/averaging.py", "__init__"): IN_SETUP,
     ("strategy/checkpointing/averaging.py", "_swap"): "around an evaluation, from one place on the device to another",
     ("strategy/checkpointing/entries.py", "_states"): CHECKPOINT,
     ("strategy/options.py", "_percent"): NO_TENSOR,

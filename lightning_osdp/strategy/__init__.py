@@ -1,4 +1,4 @@
-"""The Lightning strategy: where the parts meet the Trainer."""
+"""Lightning strategy, which connects the other parts with the Trainer."""
 
 from __future__ import annotations
 

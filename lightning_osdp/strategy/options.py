@@ -25,9 +25,9 @@ from lightning_osdp.strategy.runtime.launcher import StartMethod
 _BATCH_SIZES = ("auto", "divide", "keep", "scale")
 _PERCENT = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?)\s*%\s*")
 _LEAST_BYTES = 2**20
-"""Below it, an int is one that somebody took for GiB."""
+"""Least int that is taken for bytes; a smaller one was probably meant as GiB."""
 _SCALE_SHARE = 0.95
-"""Of the free memory, where the micro-batch is to fill it: batches are not all of one size."""
+"""Share of the free memory that plans with ``batch_size="scale"`` may fill: later batches may be larger."""
 
 _STATE_DICT_TYPES = ("full", "sharded")
 _ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
@@ -46,7 +46,7 @@ _PLANNED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for: arguments of `OSDPStrategy` under their own names."""
+    """Arguments of `OSDPStrategy` under their own names."""
 
     memory_limit: int | str | None = None
     plan: Plan | str | Path | None = None
@@ -61,12 +61,12 @@ class Options:
     node_size: int | None = None
     start_method: StartMethod = "popen"
     engine: FSDP2 = _ANY_PREFETCH
-    """With the user's settings of prefetching; the plan chooses those that are ``"auto"``."""
+    """FSDP2 with the user's settings of prefetching; the plan chooses settings that are ``"auto"``."""
     recomputed: tuple[str, ...] = ()
-    """Modules that recompute what they save whatever a plan would choose; known once there is a model."""
+    """Modules that are checkpointed whatever the plan is, by ``activation_checkpointing_policy``; set in setup."""
 
     def checked(self) -> Options:
-        """The same, with the path of a plan as a `Path`; raises a `ConfigurationError` of what cannot be used."""
+        """Checks all values and makes the path of a plan a `Path`; raises a `ConfigurationError` for a wrong value."""
         sizes, optional, methods = f"one of {_BATCH_SIZES} or at least 1", "None or at least 1", get_args(StartMethod)
         for name, is_fine, expected in (
             ("search", self.search in tuple(SOLVERS), f"one of {tuple(SOLVERS)}"),
@@ -92,11 +92,11 @@ class Options:
                 "Expected batch_size='auto' or a micro-batch with global_batch_size, got batch_size='scale', which"
                 " chooses the global batch. Leave out one of the two."
             )
-        _ = self.memory_limit_bytes  # has it checked
+        _ = self.memory_limit_bytes  # raises if the limit cannot be parsed
         if self.plan is None or isinstance(self.plan, Plan):
             return self
         path = Path(self.plan)
-        # Of several ranks, rank 0 reads it, in setup.
+        # Where ranks have been started, rank 0 reads the file in setup; it need not be on other nodes.
         if _get_rank() is None and "NODE_RANK" not in os.environ and not path.exists():
             raise ConfigurationError(
                 f"Expected plan= to be the path of a plan or of a checkpoint, got {str(self.plan)!r}, which does not"
@@ -106,7 +106,7 @@ class Options:
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """Of `memory_limit`; None where it is `memory_share`."""
+        """Memory limit in bytes; None where the limit is a share of the free memory, `memory_share`."""
         if self.memory_limit is None or _percent(self.memory_limit) is not None:
             return None
         num_bytes = parse_bytes(self.memory_limit)
@@ -119,7 +119,7 @@ class Options:
 
     @property
     def memory_share(self) -> float:
-        """Of the memory that is free, where no limit in bytes is given."""
+        """Share of the free memory that is the limit, where none in bytes is given."""
         percent = _percent(self.memory_limit)
         if percent is not None:
             return percent / 100
@@ -143,7 +143,7 @@ def _percent(memory_limit: int | str | None) -> float | None:
 
 
 def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
-    """Takes out what is left to the plan; raises a `ConfigurationError` of what contradicts it or FSDP has not."""
+    """Removes arguments that the plan decides; raises a `ConfigurationError` if one is set, wrong or unknown."""
     kinds = (FSDPStrategy, FullyShardedDataParallel)
     known = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
     unknown = sorted(fsdp_kwargs.keys() - _PLANNED.keys() - known)
@@ -174,7 +174,7 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
 
 
 def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> FSDP2:
-    """Takes out prefetch settings, of which the plan chooses those not said; a `ConfigurationError` if one is wrong."""
+    """Removes the prefetch settings and gives an engine with them; raises a `ConfigurationError` if one is wrong."""
     backward = fsdp_kwargs.pop("backward_prefetch", AUTO)
     names = {BackwardPrefetch.BACKWARD_PRE: "pre", None: "none", AUTO: AUTO}
     if backward == BackwardPrefetch.BACKWARD_POST:

@@ -1,4 +1,4 @@
-"""`OSDPStrategy`: plans in setup, shards the model as planned, then leaves training to Lightning."""
+"""`OSDPStrategy`, which plans in setup, shards the model as planned and then leaves training to Lightning."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.apply import ShardedModel, fully_shard_arguments
+from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -45,9 +47,9 @@ class OSDPStrategy(FSDPStrategy):
     """Fully sharded data parallel training in which every operator is sharded only as far as memory demands.
 
     At the start of fit the model's own training step is profiled on a batch of its training data, the fastest plan
-    under the memory limit is searched, and the model is sharded as the plan says, by torch's ``fully_shard``. The plan
-    is printed, written to ``osdp_plan.json`` in the trainer's log directory, and compared with what was measured when
-    fit ends. From setup on it is `plan`; `gathered` and `whole_state_dict` give whole weights.
+    under the memory limit is searched, and torch's ``fully_shard`` shards the model as planned. The plan is printed
+    and written to ``osdp_plan.json`` in the trainer's log directory. When fit ends, measured numbers are printed beside
+    the plan's. From setup on, the attribute `plan` is the plan; `gathered` and `whole_state_dict` give whole weights.
 
     ``Trainer(strategy="osdp")`` has all options at their defaults::
 
@@ -73,29 +75,29 @@ class OSDPStrategy(FSDPStrategy):
         search_space: limits on what the plan may choose; None: everything.
         global_batch_size: samples of all ranks in an optimizer step; None: those that loaders and
             ``accumulate_grad_batches`` make. Not with ``batch_size="scale"``.
-        accumulate_in_fp32: whether gradients add up in float32 under mixed precision, too: each micro-batch then
+        accumulate_in_fp32: True has gradients accumulate in float32 under mixed precision: each micro-batch then
             reduces them.
-        profile_batch: what is profiled, and so what the limit is kept for. None: the first batch of the training data;
-            ``"longest"``: of its first 100, and of those of all ranks, the one with most elements; a batch as the
+        profile_batch: the batch that is profiled, for which the memory limit is kept. None: the first batch of the
+            training data; ``"longest"``: the batch with most elements among the first 100 of all ranks; a batch as the
             loader gives it; or a function that takes the loader's batches, as an iterator, and returns one. Where
-            batches differ, it should be the largest.
-        dry_run: whether training begins with a memory dry run, an optimizer step that each rank takes alone; where that
-            does not fit, all change to a plan with less memory. ``"auto"``: on GPUs.
+            batches differ, give the largest.
+        dry_run: True has training begin with a memory dry run, an optimizer step that each rank takes alone; where the
+            step does not fit, all ranks change to a plan with less memory. ``"auto"``: on GPUs.
         node_size: ranks of a node, between which links are faster than between nodes; None: as the ranks were started,
-            by ``LOCAL_WORLD_SIZE`` or the Trainer's ``devices``. Another number has plans made as if nodes were so.
-        cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (the sums of its equation 1).
+            by ``LOCAL_WORLD_SIZE`` or the Trainer's ``devices``. Plans are made for nodes of this size.
+        cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (equation 1 of the paper).
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
         **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``, as far as ``fully_shard`` has a counterpart.
 
     Raises:
-        ConfigurationError: an option cannot be used, or one of ``fsdp_kwargs`` is what the plan decides.
+        ConfigurationError: an option cannot be used, or the plan decides what one of ``fsdp_kwargs`` asks for.
     """
 
     strategy_name = "osdp"
     # Lightning's accelerator connector refuses CPU for the names in FSDPStrategy's own list.
     _registered_strategies: list[str] = []  # noqa: RUF012 (Lightning's declaration)
-    # Not FSDPStrategy's: torch's wrap() in configure_model leaves modules as they are, for the plan shards them.
+    # FSDPStrategy's has torch's wrap() shard modules in configure_model; here the plan shards them later.
     model_sharded_context = Strategy.model_sharded_context
 
     def __init__(
@@ -131,33 +133,32 @@ class OSDPStrategy(FSDPStrategy):
             start_method=start_method,
             engine=pop_prefetch(fsdp_kwargs),
         ).checked()
-        self._units = Units(self, options)  # which have the plan
+        self._units = Units(self, options)
         self._ranks, self._generators = RanksTogether(self), Generators()
         self._setting_up = ExitStack()
         self._loading: load.Loading | None = None  # the checkpoint that the Trainer restores
-        # what was alive when fit began, on CPU, where what is alive is counted
-        self.census: Census | None = None
-        # What the plan decides is given here, so that LightningCLI does not offer it.
+        self.census: Census | None = None  # tensors alive when fit began, on CPU, where live tensors are counted
+        # LightningCLI leaves out arguments that are given here: the plan decides them.
         super().__init__(
             cpu_offload=None, auto_wrap_policy=None, sharding_strategy="FULL_SHARD", device_mesh=None, **fsdp_kwargs
         )
-        fully_shard_arguments({**self.kwargs, "mixed_precision": self.mixed_precision})  # what it refuses is said now
+        fully_shard_arguments({**self.kwargs, "mixed_precision": self.mixed_precision})  # raises before any setup
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use; None before setup, and where a model is evaluated that no plan was made for."""
+        """Plan in use; None before setup, and where a model is evaluated without a plan."""
         if self._units.model is not None:
             return self._units.model.sharded.plan
         return self._launcher.plan if isinstance(self._launcher, GatheringLauncher) else None
 
     @property
     def profile(self) -> ModelProfile | None:
-        """What this rank found of the model; None before a fit, and where the plan was given."""
+        """Profile of the model that this rank measured; None before a fit, and where the plan was given."""
         return self._units.choice.profile
 
     @property
     def cluster(self) -> Cluster | None:
-        """What this rank found of the ranks and links; None before a fit, and where the plan was given."""
+        """Ranks and links as this rank measured them; None before a fit, and where the plan was given."""
         return self._units.choice.cluster
 
     @property
@@ -209,12 +210,12 @@ class OSDPStrategy(FSDPStrategy):
             averaging.check_averaging(module.trainer, self._state_dict_type)
             if reusable_model(module) is not None:
                 self._setting_up.enter_context(averaging.no_copies_of(module))
-        # Lightning's own, told of anew whenever somebody catches warnings
+        # Lightning causes this one, and torch repeats it after each catch_warnings
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
         if self._checkpoint_io is None:
             self._checkpoint_io = saving.CompleteFiles()
         elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = saving.CompleteFiles()  # unless it wraps another one
+            self._checkpoint_io.checkpoint_io = saving.CompleteFiles()  # its setter keeps a wrapped one
         if isinstance(self.precision_plugin, OSDPPrecision):
             self.precision_plugin.use_device(self.root_device)
 
@@ -223,17 +224,17 @@ class OSDPStrategy(FSDPStrategy):
         try:
             explain_step_error(exception, self, None if self._units.model is None else self._sharded)
         finally:
-            self._ranks.report(exception)  # the others wait to be told
+            self._ranks.report(exception)  # even then: the other ranks wait in collectives
 
     @override
     def teardown(self) -> None:
         if self._units.model is not None and self.optimizers and isinstance(self._launcher, GatheringLauncher):
-            # The weights are about to move to the CPU, out of the process group's reach.
+            # Teardown moves the weights to the CPU, where an NCCL group cannot gather them.
             self._launcher.whole_state = self._sharded.whole_state(on_all_ranks=self.num_nodes > 1)
         self._setting_up.close()
         try:
             super().teardown()
-            self.checkpoint_io.teardown()  # which waits for what it still writes; FSDPStrategy has no use for it
+            self.checkpoint_io.teardown()  # waits for asynchronous writes; FSDPStrategy does not call it
         finally:
             self._ranks.end()
 
@@ -243,10 +244,10 @@ class OSDPStrategy(FSDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._setting_up.close()
         assert self.model is not None
-        self._units.check(self.model)  # before anything converts shards to another precision
+        self._units.check(self.model)  # before the precision plugin converts shards of another strategy
         if trainer.state.fn == TrainerFn.FITTING:
             saving.check_folders(trainer, self._state_dict_type)
-        with torch.inference_mode(mode=False):  # whatever the caller is in: what is sharded may be trained later
+        with torch.inference_mode(mode=False):  # the caller may be in it, and shards may be trained later
             super().setup(trainer)
 
     @override
@@ -264,12 +265,12 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """The training loader with the plan's micro-batch; any other loader as it is."""
+        """Gives the training loader the plan's micro-batch size; other loaders stay as they are."""
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
         if trainer is None or not trainer.training:
             return dataloader
         loader = self._units.division.loader(dataloader)
-        # A resumed fit begins with an iterator that Lightning makes before it tells the sampler its epoch.
+        # In a resumed fit Lightning makes the iterator before it tells the sampler the epoch.
         epochs: Any = trainer.fit_loop.epoch_progress.current
         _set_sampler_epoch(loader, epochs.processed)
         return loader
@@ -279,12 +280,13 @@ class OSDPStrategy(FSDPStrategy):
         module = self.lightning_module
         assert module is not None
         self._sharded.begin_fit()
-        wanted = self._units.options.dry_run
-        runs_dry = self.root_device.type != "cpu" if wanted == "auto" else wanted
-        # in manual optimization training_step updates weights and states itself: a dry run would train
-        if runs_dry and self.plan is not None and module.automatic_optimization:
+        dry_run = self._units.options.dry_run
+        if dry_run == "auto":
+            dry_run = self.root_device.type != "cpu"
+        # In manual optimization training_step updates weights and states itself, so a dry run would train.
+        if dry_run and self.plan is not None and module.automatic_optimization:
             plan_that_fits(module.trainer, self._units)
-        self._sharded.carry_hooks()  # of what has been registered in hooks of the Trainer
+        self._sharded.carry_hooks()  # hooks of the Trainer may have registered hooks on modules
         self._generators.begin(self.root_device)
 
     @override
@@ -317,7 +319,7 @@ class OSDPStrategy(FSDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Reduces gradients in every micro-batch but of units with ``sync="last"``: Lightning would keep all whole."""
+        """Has units reduce gradients as planned; Lightning's own would keep all gradients whole until the last one."""
         with self._sharded.accumulating():
             yield
 
@@ -325,37 +327,39 @@ class OSDPStrategy(FSDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
-            # Of a child that ran without a backward, optimizers would see gathered parameters.
+            # A child that ran without backward is still unsharded, and optimizers update shards.
             self._sharded.reshard()
         with self._sharded.stepping(optimizer):
             result = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        self._sharded.reshard()  # of a child without a backward the next forward would see old weights
+        self._sharded.reshard()  # a child that is still unsharded would run its next forward with old weights
         return result
 
     # weights and states
 
     def whole_state_dict(self, *, on_all_ranks: bool = False) -> dict[str, Any] | None:
-        """Whole weights under the names of the user's own model, to save or to load into it; all ranks must call it.
+        """Gathers whole weights under the names of the user's own model; all ranks must call it.
 
         Args:
-            on_all_ranks: whether every rank gets them, and holds all of them; otherwise rank 0 does, the others None.
+            on_all_ranks: True gives the weights to every rank, which then holds all of them; False gives them to rank
+                0 and None to other ranks.
         """
         return self._sharded.whole_state(on_all_ranks=on_all_ranks)
 
     @contextmanager
     def gathered(self, module: nn.Module | None = None, *, write_back: bool = False) -> Iterator[None]:
-        """Within it, parameters are whole on every rank: to generate, to copy, to export; all ranks must enter it.
+        """Keeps parameters whole on every rank inside the ``with`` block, to generate, copy or export.
 
-        The module runs forward without collectives, and on one rank alone if need be, so that
-        ``if trainer.is_global_zero: net.save_pretrained(folder)`` may stand inside. There is no backward inside, and
-        parameters have the dtype in which they are kept, not that of mixed precision.
+        All ranks must enter the block. Inside, forward runs without collectives, on one rank alone if need be, so that
+        ``if trainer.is_global_zero: net.save_pretrained(folder)`` works. Backward is impossible inside. Parameters have
+        the dtype in which they are stored, not that of mixed precision.
 
         Args:
             module: the LightningModule, which None stands for, or a module inside it.
-            write_back: whether changes of parameters are kept: each rank keeps its rows, so all must change them alike.
+            write_back: True keeps changes of parameters. Each rank keeps its own rows, so all ranks must make the same
+                changes.
 
         Raises:
-            ConfigurationError: the model is not sharded yet, or the module is not in it.
+            ConfigurationError: the model is not sharded yet, or does not have this module.
         """
         root = self._sharded.module
         module = root if module is None else module
@@ -370,8 +374,9 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        if averaging.is_averaging(self.lightning_module.trainer):
-            self._sharded.reshard()  # the state dict would have views of what is gathered, where the average goes next
+        if callbacks_of(self.lightning_module.trainer, WeightAveraging):
+            # views of unsharded parameters in the state dict would change when the average takes their place
+            self._sharded.reshard()
         return self._with_values(self._sharded.model_state(self._state_dict_type))
 
     @override
@@ -381,7 +386,7 @@ class OSDPStrategy(FSDPStrategy):
         return self._with_values(self._sharded.optimizer_state(optimizer, self._state_dict_type))
 
     def _with_values(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Nothing on ranks without values, as FSDPStrategy has it, but where hooks will see names and shapes."""
+        """Empties a full state on ranks without values, as FSDPStrategy does, unless hooks will read names."""
         has_values = self._state_dict_type == "sharded" or self.global_rank == 0
         return state if has_values or saving.is_collecting_checkpoint() else {}
 
@@ -414,7 +419,7 @@ class OSDPStrategy(FSDPStrategy):
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        """Unlike FSDPStrategy's: all is loaded in Lightning's own order, after hooks have seen the checkpoint."""
+        """Leaves the order of loading to Lightning, unlike FSDPStrategy, so that hooks see the checkpoint first."""
         return True
 
     @override

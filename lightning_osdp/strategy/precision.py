@@ -1,4 +1,4 @@
-"""Precision under OSDP: autocast on the device in use, and gradient clipping by norm over shards."""
+"""Precision plugin: autocast on the device in use, and gradient clipping by norm over shards."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class OSDPPrecision(FSDPPrecision):
         self._device = torch.device("cuda")
 
     def use_device(self, device: torch.device) -> None:
-        """Autocast on this device from now on, and scale losses there."""
+        """Sets the device of autocast and of the gradient scaler."""
         self._device = device
-        if self.scaler is not None and not self.scaler.is_enabled():  # Lightning's, for CUDA where there is none
+        if self.scaler is not None and not self.scaler.is_enabled():  # Lightning makes one for CUDA
             self.scaler = ShardedGradScaler(device=device.type)
 
     @property
     @override
     def mixed_precision_config(self) -> MixedPrecision:
-        """What units compute and reduce in: of no dtype, where that is the parameters' own."""
+        """Dtypes that units compute and reduce in; empty where parameters' own dtype is used."""
         return MixedPrecision() if self.precision in ("32-true", "64-true") else super().mixed_precision_config
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Casts what is real alone: Lightning's FSDP precision drops the imaginary part of what is complex."""
-        if "true" in self.precision and any(each.is_complex() for each in (*module.parameters(), *module.buffers())):
+        """Casts real tensors alone: Lightning's FSDP precision would drop the imaginary part of complex ones."""
+        if "true" in self.precision and any(t.is_complex() for t in (*module.parameters(), *module.buffers())):
             casts = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
             cast: Callable[[], nn.Module] = getattr(module, casts[self._desired_input_dtype])
             return cast()
@@ -66,28 +66,28 @@ class OSDPPrecision(FSDPPrecision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizable, clip_val: int | float, *_: Any, **__: Any) -> None:
-        """Scales gradients so that their norm over all ranks is at most ``clip_val``.
+        """Scales gradients so that their norm over all ranks is at most ``clip_val``, as `clip_grad_norm_` of torch.
 
-        Each rank holds a shard of every gradient, and the squares of all ranks add up; those of shards that several
-        nodes have count once. As ``torch.nn.utils.clip_grad_norm_``.
+        Each rank has a shard of every gradient: squared norms are summed over ranks, and each is divided by the number
+        of ranks that have a copy of the shard.
         """
         if clip_val <= 0:
             return
         assert isinstance(optimizer, Optimizer)
-        found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         is_shared = dist.is_initialized() and dist.get_world_size() > 1
-        if not found and not is_shared:
+        if not gradients and not is_shared:
             return
-        alike = defaultdict(list)  # for a kernel of all of them: by how many ranks have the same, and by dtype
-        for gradient in found:
-            alike[num_copies(gradient), gradient.dtype].append(local(gradient))
+        buckets = defaultdict(list)  # shards for one _foreach kernel each, by number of copies and dtype
+        for gradient in gradients:
+            buckets[num_copies(gradient), gradient.dtype].append(local(gradient))
         square = torch.zeros((), dtype=torch.float64, device=self._device)
-        for (number, dtype), rows in alike.items():
-            norms = torch._foreach_norm(rows, dtype=torch.float32 if torch.finfo(dtype).bits < 32 else None)
+        for (number, dtype), shards in buckets.items():
+            norms = torch._foreach_norm(shards, dtype=torch.float32 if torch.finfo(dtype).bits < 32 else None)
             square += torch.stack(norms).to(square).square().sum() / number
         if is_shared:
-            # A rank without any gradient of this optimizer (fewer elements than ranks) must take part all the same.
+            # A rank without a gradient of this optimizer (fewer elements than ranks) must take part, too.
             dist.all_reduce(square)
         scale = torch.clamp(clip_val / (square.sqrt() + 1e-6), max=1.0)
-        for rows in alike.values():
-            torch._foreach_mul_(rows, scale.to(rows[0]))
+        for shards in buckets.values():
+            torch._foreach_mul_(shards, scale.to(shards[0]))

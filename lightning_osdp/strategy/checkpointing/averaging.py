@@ -1,4 +1,7 @@
-"""Lightning's averages of weights, as shards like the model's; to its own average, a whole copy, none can be added."""
+"""Averages of weights, for Lightning's `WeightAveraging`, kept as shards like the model's.
+
+Lightning's own average is a whole copy of the model, to which no shard can be added.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from lightning_osdp.apply import ShardedModel
@@ -36,26 +39,24 @@ def check_averaging(trainer: pl.Trainer, state_dict_type: str) -> None:
         )
 
 
-def is_averaging(trainer: pl.Trainer) -> bool:
-    """Whether a fit of this Trainer keeps an average of the weights."""
-    return bool(callbacks_of(trainer, WeightAveraging))
-
-
 def with_averages(profile: ModelProfile, trainer: pl.Trainer, device: torch.device) -> ModelProfile:
-    """The profile of a model whose averages on the device live from step to step, as states of its optimizer do."""
+    """Adds averages that are kept on the device to a profile: they stay between steps, as optimizer states do."""
     for callback in callbacks_of(trainer, WeightAveraging):
         if _device_of(callback, device).type == device.type:
             profile = dataclasses.replace(
                 profile,
                 operators=tuple(_with_average(operator) for operator in profile.operators),
-                buffer_bytes=2 * profile.buffer_bytes,
+                buffer_bytes=2 * profile.buffer_bytes,  # the average has a copy of each buffer
             )
     return profile
 
 
 @contextmanager
 def no_copies_of(module: nn.Module) -> Iterator[None]:
-    """Within it, a copy of this module, whose shards cannot be copied, is empty; `average_shards` takes its place."""
+    """Has `copy.deepcopy` of this module give an empty module: shards cannot be copied.
+
+    Lightning copies the model for its average before setup; `average_shards` then takes the place of that copy.
+    """
     vars(module)["__deepcopy__"] = lambda _: nn.Module()
     try:
         yield
@@ -64,16 +65,16 @@ def no_copies_of(module: nn.Module) -> Iterator[None]:
 
 
 def average_shards(trainer: pl.Trainer, sharded: ShardedModel, device: torch.device) -> None:
-    """Puts shards in the place of the whole copies that callbacks have made of the model."""
+    """Replaces the whole copy of the model that each averaging callback has made by shards."""
     for callback in callbacks_of(trainer, WeightAveraging):
         assert callback._average_model is not None
         callback._average_model.module = AveragedShards(sharded, _device_of(callback, device))
 
 
 class AveragedShards(nn.Module):
-    """An average of a sharded model: a parameter for each of its shards and a copy of each buffer, in its order.
+    """Average of a sharded model: one parameter for each shard and a copy of each buffer, in the model's order.
 
-    Its state dict is whole, under the names of the user's own model; all ranks must ask for it, rank 0 gets values.
+    The state dict is whole, under the names of the user's own model. All ranks must ask for it; rank 0 gets values.
     """
 
     def __init__(self, sharded: ShardedModel, device: torch.device) -> None:
@@ -81,23 +82,24 @@ class AveragedShards(nn.Module):
         self._sharded = sharded
         sharded.reshard()
         for index, shard in enumerate(sharded.module.parameters()):
-            self.register_parameter(f"shard_{index}", nn.Parameter(_copy(shard, device), requires_grad=False))
+            average = nn.Parameter(shard.detach().to(device, copy=True), requires_grad=False)
+            self.register_parameter(f"shard_{index}", average)
         for index, buffer in enumerate(sharded.module.buffers()):
-            self.register_buffer(f"buffer_{index}", _copy(buffer, device))
+            self.register_buffer(f"buffer_{index}", buffer.detach().to(device, copy=True))
 
     @override
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Shards; the model's are shards then, too, for evaluation leaves units gathered."""
-        self._sharded.reshard()
+        """Yields the average's shards, with the model resharded, so that the two can be paired."""
+        self._sharded.reshard()  # evaluation leaves units unsharded
         return super().parameters(recurse)
 
     @override
     def state_dict(self, *_: Any, destination: dict[str, Any] | None = None, prefix: str = "", **__: Any) -> Any:
-        found = {} if destination is None else destination
+        state = {} if destination is None else destination
         with self._in_model():
             whole = self._sharded.model_state("full")
-        found.update({prefix + name: value for name, value in whole.items()})
-        return found
+        state.update({prefix + name: value for name, value in whole.items()})
+        return state
 
     @override
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
@@ -107,7 +109,7 @@ class AveragedShards(nn.Module):
 
     @contextmanager
     def _in_model(self) -> Iterator[None]:
-        """Within it, the model has the average, and this has the model's own weights."""
+        """Exchanges the model's weights with the average until the block ends: only the model knows the names."""
         self._swap()
         try:
             yield
@@ -116,15 +118,11 @@ class AveragedShards(nn.Module):
 
     def _swap(self) -> None:
         model = self._sharded.module
-        own, others = chain(self.parameters(), self.buffers()), chain(model.parameters(), model.buffers())
-        for mine, other in zip(own, others, strict=True):
-            kept = mine.detach().clone()
-            mine.data.copy_(other.data)
-            other.data.copy_(kept)
-
-
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.detach().to(device, copy=True)
+        averages, weights = chain(self.parameters(), self.buffers()), chain(model.parameters(), model.buffers())
+        for average, weight in zip(averages, weights, strict=True):
+            value = average.detach().clone()
+            average.data.copy_(weight.data)
+            weight.data.copy_(value)
 
 
 def _device_of(callback: WeightAveraging, device: torch.device) -> torch.device:
@@ -133,8 +131,8 @@ def _device_of(callback: WeightAveraging, device: torch.device) -> torch.device:
 
 def _with_average(operator: OperatorProfile) -> OperatorProfile:
     parameters = tuple(
-        dataclasses.replace(each, state_bytes_per_element=each.state_bytes_per_element + each.itemsize)
-        for each in operator.parameters
+        dataclasses.replace(p, state_bytes_per_element=p.state_bytes_per_element + p.itemsize)
+        for p in operator.parameters
     )
     return dataclasses.replace(
         operator, optimizer_bytes=operator.optimizer_bytes + operator.parameter_bytes, parameters=parameters

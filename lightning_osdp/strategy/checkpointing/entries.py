@@ -1,6 +1,6 @@
-"""What a checkpoint has beside weights: plan and micro-batches that it was trained in, and random numbers of all ranks.
+"""Entries of a checkpoint beside weights: the plan, the micro-batches, and the states of all ranks' generators.
 
-A run that is resumed learns of the first two before it plans, long before Lightning loads the checkpoint.
+A resumed run needs plan and micro-batches before it plans, long before Lightning loads the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile, is_zipfile
+from zipfile import is_zipfile
 
 import lightning.pytorch as pl
 import torch
@@ -25,28 +25,28 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.step import Workload
-from lightning_osdp.errors import ConfigurationError, PlanFormatError
+from lightning_osdp.errors import ConfigurationError, OSDPError, PlanFormatError
 from lightning_osdp.profiler import tensors_in
 from lightning_osdp.splitting import JoinedShards
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, on_rank_zero
 
 _STATES = ("state_dict", "optimizer_states")
-"""Entries of a checkpoint that the strategy makes of shards."""
+"""Keys of the entries that the strategy makes of shards."""
 _PLAN = "osdp_plan"
-"""Of a checkpoint's entry: the plan as JSON text."""
+"""Key of the plan, as JSON text."""
 _DIVISION = "osdp_division"
-"""Of another: samples of a micro-batch, and micro-batches of an optimizer step."""
+"""Key of a pair: samples of a micro-batch, and micro-batches of an optimizer step."""
 _GENERATORS = "osdp_rng"
-"""Of another: per rank, the states of its generators, as tensors and plain values."""
+"""Key of a list by rank: the states of a rank's generators, as tensors and plain values."""
 
 
 def check_whole(checkpoint: Mapping[str, Any]) -> None:
     """Raises a `ConfigurationError` if anything but the states of model and optimizers has a shard in it.
 
-    Rank 0 writes the rest of a checkpoint, for all ranks: of a shard it would be rank 0's rows.
+    Rank 0 writes all other entries for all ranks, so that of a shard only rank 0's rows would be saved.
     """
-    others = {key: value for key, value in checkpoint.items() if key not in _STATES}
-    for path, value in tree_flatten_with_path(others)[0]:
+    plain = {key: value for key, value in checkpoint.items() if key not in _STATES}
+    for path, value in tree_flatten_with_path(plain)[0]:
         if any(isinstance(tensor, (DTensor, JoinedShards)) for tensor in tensors_in(value)):
             raise ConfigurationError(
                 f"Expected whole tensors and plain values in a checkpoint, but its entry {keystr(path)} is a shard, of"
@@ -62,12 +62,12 @@ def store_plan(plan: Plan | None, checkpoint: dict[str, Any]) -> None:
 
 
 def store_division(workload: Workload, checkpoint: dict[str, Any]) -> None:
-    """Writes the micro-batches in use, which a checkpoint's progress is counted in."""
+    """Writes the micro-batches in which training counts its progress into a checkpoint."""
     checkpoint[_DIVISION] = (workload.micro_batch_size, workload.num_micro_batches)
 
 
 def stored_division(checkpoint: Mapping[str, Any]) -> Workload | None:
-    """The micro-batches that a checkpoint's progress is counted in; None if those were of the user's own loaders."""
+    """Reads in which micro-batches a checkpoint counts progress; None where the user's own loaders gave them."""
     if _DIVISION not in checkpoint:
         return None
     size, number = checkpoint[_DIVISION]
@@ -75,9 +75,9 @@ def stored_division(checkpoint: Mapping[str, Any]) -> Workload | None:
 
 
 def checkpoint_to_resume(trainer: pl.Trainer) -> str | Path | None:
-    """The checkpoint that this fit will load once it is set up; None where it loads none.
+    """Path of the checkpoint that this fit will load after setup; None where the fit loads none.
 
-    Lightning tells nobody before it loads: until then it is a variable of the method that calls setup.
+    Until Lightning loads the checkpoint, its path is a local variable of `Trainer._run`, which calls setup.
     """
     frame = sys._getframe()
     while frame.f_back is not None:
@@ -89,59 +89,43 @@ def checkpoint_to_resume(trainer: pl.Trainer) -> str | Path | None:
 
 
 class Resumed(NamedTuple):
-    """What a fit goes on from."""
+    """Checkpoint that a fit goes on from."""
 
     path: str
     division: Workload | None
-    """As of `stored_division`."""
+    """Micro-batches that its progress is counted in, as from `stored_division`."""
     plan: str | None
-    """As JSON text; None where it was trained without."""
+    """Plan as JSON text; None where training had none."""
 
 
 def read_resumed(trainer: pl.Trainer) -> Resumed | None:
-    """What the checkpoint has that this fit will load; None where it loads none, or one that is not there.
+    """Reads the checkpoint that this fit will load; None where the fit loads none, or where no file is at its path.
 
-    Nothing in it is executed. All ranks call it; raises a `ConfigurationError` if the checkpoint cannot be read.
+    All ranks call it. Nothing in the checkpoint is executed.
+
+    Raises:
+        ConfigurationError: the checkpoint cannot be read.
     """
+
+    def read(path: str) -> Resumed | None:
+        saved = _read_entries(path, ConfigurationError, "Use another one.")
+        return Resumed(path, stored_division(saved), _plan_text(saved)) if saved else None
+
     path = checkpoint_to_resume(trainer)
-    return None if path is None else on_rank_zero(lambda: _resumed(str(path)))
-
-
-def _resumed(path: str) -> Resumed | None:
-    files = get_filesystem(path)
-    file = f"{path}/{_METADATA_FILENAME}" if files.isdir(path) else path
-    if not files.isfile(file):
-        return None  # as loading it will say
-    with files.open(file, "rb") as content:
-        if not is_zipfile(content):
-            return None
-        content.seek(0)
-        try:
-            saved = _read_inert(content)
-        except Exception as error:  # damaged files are not refused by any one kind of error
-            raise ConfigurationError(
-                f"Expected a checkpoint at {path!r}, but it cannot be read: {type(error).__name__}: {error}. Use"
-                " another one."
-            ) from error
-    return Resumed(path, stored_division(saved), _text_of_plan(saved))
+    return None if path is None else on_rank_zero(lambda: read(str(path)))
 
 
 def read_plan(path: Path) -> Plan:
-    """Plan of a plan file or a checkpoint, of which nothing is executed; raises `PlanFormatError` if there is none."""
-    try:
-        is_checkpoint = path.is_dir() or (path.is_file() and is_zipfile(path))
-    except (OSError, ValueError, BadZipFile):  # no file can have such a path, or it is damaged: reading it will say so
-        is_checkpoint = False
-    if not is_checkpoint:
+    """Reads the plan in a plan file or a checkpoint, of which nothing is executed.
+
+    Raises:
+        PlanFormatError: the file cannot be read, or has no plan.
+    """
+    advice = "Use another checkpoint, or plan anew by leaving out `plan=`."
+    saved = _read_entries(str(path), PlanFormatError, advice)
+    if saved is None:
         return Plan.load(path)
-    file = path / _METADATA_FILENAME if path.is_dir() else path
-    try:
-        text = _text_of_plan(_read_inert(str(file))) if file.exists() else None
-    except Exception as error:  # damaged files are not refused by any one kind of error
-        raise PlanFormatError(
-            f"Expected a checkpoint at {str(path)!r}, but {file.name!r} cannot be read: {type(error).__name__}:"
-            f" {error}. Use another checkpoint, or plan anew by leaving out `plan=`."
-        ) from error
+    text = _plan_text(saved)
     if text is None:
         raise PlanFormatError(
             f"Expected a plan file or a checkpoint trained under a plan at {str(path)!r}, got one without a plan. Plan"
@@ -150,24 +134,39 @@ def read_plan(path: Path) -> Plan:
     return Plan.from_json(text, source=f"the plan in checkpoint {str(path)!r}")
 
 
-def _text_of_plan(checkpoint: Mapping[str, Any]) -> str | None:
+def _plan_text(checkpoint: Mapping[str, Any]) -> str | None:
     text = checkpoint.get(_PLAN)
     return text if isinstance(text, str) else None
 
 
-def _read_inert(file: Any) -> dict[str, Any]:
-    """Texts, numbers, lists and dicts in a file of ``torch.save``, given by its path or opened.
+def _read_entries(path: str, error_type: type[OSDPError], advice: str) -> dict[str, Any] | None:
+    """Reads texts, numbers, lists and dicts of a checkpoint, full or sharded; None where no file of ``torch.save`` is.
 
-    Whatever is something else is passed over: neither its class nor any function is looked up, so that a checkpoint
-    with classes of its own can be read, and one that was made to do harm does none.
+    No class and no function that the file names is looked up: a checkpoint with classes of its own can be read, and
+    one that was made to do harm does none.
+
+    Raises:
+        OSDPError: an ``error_type`` with this advice, where the checkpoint is damaged.
     """
-    content = torch.PyTorchFileReader(file).get_record("data.pkl")
-    saved = _InertUnpickler(BytesIO(content)).load()
+    files = get_filesystem(path)
+    file = f"{path}/{_METADATA_FILENAME}" if files.isdir(path) else path
+    if not files.isfile(file):
+        return None if file == path else {}  # a folder without metadata is no plan file either
+    with files.open(file, "rb") as opened:
+        try:
+            if not is_zipfile(opened):
+                return None
+            opened.seek(0)
+            saved = _InertUnpickler(BytesIO(torch.PyTorchFileReader(opened).get_record("data.pkl"))).load()
+        except Exception as error:  # damaged files raise errors of many types
+            raise error_type(
+                f"Expected a checkpoint at {path!r}, but it cannot be read: {type(error).__name__}: {error}. {advice}"
+            ) from error
     return saved if isinstance(saved, dict) else {}
 
 
 class _Ignored:
-    """Stands for every class, function and object, and can be called, filled and set as any of them."""
+    """Stand-in for every class, function and object of a pickle: it can be called, filled and set as any of them."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -187,18 +186,21 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 class Generators:
-    """Those of one rank, Python's, NumPy's and torch's: a resumed run draws what an uninterrupted one does."""
+    """Random number generators of one rank: Python's, NumPy's and torch's.
+
+    Checkpoints have their states, so that a resumed run draws the numbers that an uninterrupted one draws.
+    """
 
     def __init__(self) -> None:
         self._in_mid_epoch: Mapping[str, Any] | None = None
 
     def save(self, checkpoint: dict[str, Any], device: torch.device) -> None:
-        """Writes all ranks' states into a checkpoint that training can resume from; all ranks must call it."""
+        """Writes the states of all ranks into a checkpoint with optimizer states; all ranks must call it."""
         if "optimizer_states" in checkpoint:
             checkpoint[_GENERATORS] = all_gather_values(_states(device))
 
     def resume(self, checkpoint: Mapping[str, Any], device: torch.device) -> None:
-        """Goes on from a checkpoint's states, where as many ranks wrote it."""
+        """Restores the states in a checkpoint, if this run has as many ranks as the run that wrote it."""
         saved, num_ranks = checkpoint.get(_GENERATORS), dist.get_world_size()
         if saved is None:
             return
@@ -210,12 +212,13 @@ class Generators:
             return
         states = saved[dist.get_rank()]
         _set(states, device)
-        # Training begins with a new iterator, which draws. The run that saved in mid-epoch had its own already.
+        # Training begins with a new loader iterator, which draws from the generators. The iterator of the run that
+        # saved in mid-epoch had drawn before the states were saved, so `begin` restores them once more.
         epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["total"]
         self._in_mid_epoch = states if epochs["processed"] < epochs["started"] else None
 
     def begin(self, device: torch.device) -> None:
-        """Training begins; the loader's iterator is there."""
+        """Restores states of mid-epoch once more; call it when training begins, after the loader's iterator."""
         if self._in_mid_epoch is not None:
             _set(self._in_mid_epoch, device)
             self._in_mid_epoch = None
@@ -225,7 +228,7 @@ def _states(device: torch.device) -> dict[str, Any]:
     states = _collect_rng_states(include_cuda=False)
     if "numpy" in states:
         kind, key, *rest = states["numpy"]
-        states["numpy"] = (kind, key.tolist(), *rest)  # torch.load takes no arrays with weights_only=True
+        states["numpy"] = (kind, key.tolist(), *rest)  # torch.load(weights_only=True) refuses arrays
     if device.type == "cuda":
         states["device"] = torch.cuda.get_rng_state(device)
     return states

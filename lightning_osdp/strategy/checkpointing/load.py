@@ -1,7 +1,7 @@
-"""Loading a checkpoint, full or sharded, of any strategy, into a sharded model; on CPU, too.
+"""Loading of a checkpoint, full or sharded, written by any strategy, into a sharded model.
 
-Nothing in it is executed unless that was asked for, and what does not fit is told. A run of another strategy may have
-been killed while it saved under the real name.
+Nothing in the checkpoint is executed unless the user asks for that. Errors name the entries that do not fit. A
+checkpoint may be half-written: a run of another strategy writes under the final name and may have been killed then.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from lightning_osdp.strategy.checkpointing.saving import SHARD_METADATA, existin
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, in_step
 
 _ZIP = b"PK\x03\x04"
+"""First bytes of each file of ``torch.save``."""
 
 
 @contextmanager
 def local_checkpoint(path: str | Path, strategy: FSDPStrategy) -> Iterator[Path]:
-    """This checkpoint, or of a remote file a copy on each node, which is gone afterwards. Call it on all ranks.
+    """Yields the path of a checkpoint; of a remote file, that of a temporary copy on each node. Call it on all ranks.
 
     Raises:
-        ConfigurationError: it cannot be copied; on other ranks an `OSDPError`.
+        ConfigurationError: the file cannot be copied; on other ranks an `OSDPError`.
     """
     if _is_local_file_protocol(path):
         yield Path(path)
@@ -57,7 +58,7 @@ def local_checkpoint(path: str | Path, strategy: FSDPStrategy) -> Iterator[Path]
             copied = Path(folder) / PurePosixPath(path).name
             try:
                 get_filesystem(path).get_file(str(path), str(copied))
-            except Exception as error:  # each file system has its own
+            except Exception as error:  # file systems of fsspec raise errors of many types
                 raise ConfigurationError(
                     f"Expected a checkpoint, one file, at {str(path)!r}, but it cannot be copied here:"
                     f" {type(error).__name__}: {error}. Copy it yourself and pass that path."
@@ -65,29 +66,31 @@ def local_checkpoint(path: str | Path, strategy: FSDPStrategy) -> Iterator[Path]
             return node, copied
 
         copies = in_step(fetched, stage="copy of a checkpoint")
-        yield next(each[1] for each in copies if each is not None and each[0] == node)
-        all_gather_values(None)  # those of this node are through with it
+        yield next(copy[1] for copy in copies if copy is not None and copy[0] == node)
+        all_gather_values(None)  # waits: all ranks of this node must have read the copy before it is deleted
 
 
 def complete_checkpoint(path: Path, trainer: pl.Trainer) -> Path:
-    """This checkpoint; if it is half-written and ``ckpt_path="last"`` may have chosen it, the newest complete one.
+    """Gives the path of this checkpoint, or of the newest complete one if this is half-written.
+
+    Another checkpoint is taken only where ``ckpt_path="last"`` may have chosen the half-written one.
 
     Raises:
-        ConfigurationError: it is half-written, and there is no other.
+        ConfigurationError: the checkpoint is half-written, and there is no other.
     """
     path = existing_checkpoint(path)
     missing = why_incomplete(path)
     if missing is None:
         return path
-    by_last = [callback._find_last_checkpoints(trainer) for callback in callbacks_of(trainer, ModelCheckpoint)]
-    last = [Path(found).absolute() for each in by_last for found in each]
-    others = [other for other in last if why_incomplete(other) is None] if path.absolute() in last else []
-    if not others:
+    callbacks = callbacks_of(trainer, ModelCheckpoint)
+    last = [Path(name).absolute() for callback in callbacks for name in callback._find_last_checkpoints(trainer)]
+    complete = [found for found in last if why_incomplete(found) is None] if path.absolute() in last else []
+    if not complete:
         raise ConfigurationError(
             f"Expected a complete checkpoint at {str(path)!r}, but {missing}: a run was killed while it saved. Delete"
             " it, and resume from another one."
         )
-    newest = max(others, key=lambda other: other.stat().st_mtime)
+    newest = max(complete, key=lambda found: found.stat().st_mtime)
     rank_zero_warn(
         f"OSDP: {path.name} is not complete, {missing}: a run was killed while it saved. {newest.name} is used, the"
         f" newest complete one; {path.name} can be deleted."
@@ -96,9 +99,9 @@ def complete_checkpoint(path: Path, trainer: pl.Trainer) -> Path:
 
 
 def why_incomplete(path: Path) -> str | None:
-    """What a half-written checkpoint lacks; None if it is complete as far as its end tells, or no checkpoint at all."""
+    """Says what a half-written checkpoint lacks; None if its end is there, or if the path has no checkpoint at all."""
     if path.is_file():
-        with path.open("rb") as file:  # what else it is than a file of ``torch.save``, loading will say
+        with path.open("rb") as file:  # a file that ``torch.save`` has not begun is refused when it is loaded
             is_begun = file.read(len(_ZIP)) in (b"", _ZIP)
         return "its file ends too early" if is_begun and not is_zipfile(path) else None
     if not path.is_dir() or not any(is_of_checkpoint(entry) for entry in path.iterdir()):
@@ -109,14 +112,14 @@ def why_incomplete(path: Path) -> str | None:
 
 
 class Loading:
-    """A checkpoint, full or sharded, that has been read: hooks may change its content before anything is loaded.
+    """A checkpoint that has been read, full or sharded: hooks may change its content before anything is loaded.
 
     Raises:
-        ConfigurationError: the path is neither, or the checkpoint cannot be read, or is of another model.
+        ConfigurationError: the path has no checkpoint, or one that cannot be read or is of another model.
 
     Attributes:
-        content: what is in it. Weights, and states of optimizers, of a full one stay in the file until they are loaded;
-            of a sharded one there are the names of weights, whose tensors are on meta.
+        content: entries by name. In a full checkpoint, tensors of weights and optimizer states stay in the file until
+            they are loaded. In a sharded one, weights are tensors on the meta device.
     """
 
     def __init__(self, path: Path, trainer: pl.Trainer, *, weights_only: bool | None) -> None:
@@ -130,7 +133,7 @@ class Loading:
         saved = read_checkpoint_file(path / _METADATA_FILENAME if is_sharded else path, weights_only=weights_only)
         if self._stored is not None:
             saved["state_dict"] = dict(self._stored.weights)
-            if "lr_schedulers" in saved:  # without them weights alone were saved
+            if "lr_schedulers" in saved:  # a checkpoint without this entry has weights only
                 saved["optimizer_states"] = [{} for _ in range(self._stored.num_optimizers)]
         if "state_dict" not in saved:
             raise ConfigurationError(
@@ -140,12 +143,12 @@ class Loading:
         if trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in saved:
             check_number(len(saved["optimizer_states"]), len(trainer.optimizers))
         in_file: dict[str, Any] = {key: saved.pop(key) for key in ("state_dict", "optimizer_states") if key in saved}
-        # the file may change while the rest is in use
+        # these tensors are used for long, and the file that they are mapped to may change meanwhile
         copied = apply_to_collection(saved, dtype=Tensor, function=lambda tensor: tensor.detach().clone())
         self.content: dict[str, Any] = {**copied, **in_file}
 
     def load_model(self, content: Mapping[str, Any], sharded: ShardedModel, *, strict: bool) -> None:
-        """Loads the model from what hooks have left of the content."""
+        """Loads the model from the content as hooks have left it."""
         with self._fitting():
             if self._stored is None:
                 sharded.load_model(content["state_dict"], strict=strict)
@@ -153,7 +156,7 @@ class Loading:
                 sharded.load_stored(self._stored, content["state_dict"], strict=strict)
 
     def load_optimizers(self, content: Mapping[str, Any], sharded: ShardedModel, trainer: pl.Trainer) -> None:
-        """Loads optimizers likewise; the trainer's callbacks may have added groups of parameters to them."""
+        """Loads optimizers from the content, after callbacks have added their parameter groups again."""
         _restore_groups(trainer, content)
         if self._stored is None:
             for optimizer, state in zip(trainer.optimizers, content["optimizer_states"], strict=False):
@@ -164,7 +167,7 @@ class Loading:
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
-        """Has errors of loading into a model name the checkpoint, and what of the two does not fit."""
+        """Turns errors of loading into one that names the checkpoint and the entries that do not fit."""
         try:
             yield
         except (CheckpointException, RuntimeError) as error:
@@ -182,9 +185,9 @@ class Loading:
 
 
 def _restore_groups(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-    """Gives optimizers the groups of parameters that callbacks had added to them when the checkpoint was saved.
+    """Adds the parameter groups that finetuning callbacks had added to optimizers when the checkpoint was saved.
 
-    Lightning does so in ``on_fit_start``, which is before a strategy that shards in setup has read the checkpoint.
+    Lightning adds them in ``on_fit_start``, before a strategy that shards in setup has read the checkpoint.
     """
     states = checkpoint.get("callbacks", {})
     for callback in callbacks_of(trainer, BaseFinetuning):
@@ -194,7 +197,7 @@ def _restore_groups(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
 
 
 def read_checkpoint_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """What was saved in this file; its tensors are read when they are used, on CPU."""
+    """Reads the dict in a file of ``torch.save``; its tensors are on CPU and read from the file when they are used."""
     try:
         saved = torch.load(str(path), map_location="cpu", mmap=True, weights_only=weights_only)
     except pickle.UnpicklingError as error:
@@ -204,7 +207,7 @@ def read_checkpoint_file(path: Path, *, weights_only: bool | None) -> dict[str, 
             f" {named[1] if named else 'what cannot be unpickled'}, and loading that may execute code. If you trust the"
             " file, name it in torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
         ) from error
-    except Exception as error:  # damaged files are not refused by any one kind of error
+    except Exception as error:  # damaged files raise errors of many types
         raise ConfigurationError(
             f"Expected a checkpoint at {str(path)!r}, but it cannot be read: {type(error).__name__}: {error}. Use"
             " another one."

@@ -1,11 +1,11 @@
-"""Checkpoints that are complete wherever they bear their name, whenever a rank is killed.
+"""Saving of checkpoints that are complete wherever they bear their name, whenever a rank is killed.
 
-What is being written is at ``<name>.part`` and renamed when all of it is on disk. A rename cannot replace a folder: a
-folder makes room under ``<stem>.osdp-replaced<suffix>``, where ``ckpt_path="last"`` finds it, too, until the new one is
-in place. What is to be deleted is renamed to ``<name>.part`` first.
+A checkpoint is written at ``<name>.part`` and renamed when all of it is on disk. A rename cannot replace a folder, so
+the old folder is renamed to ``<stem>.osdp-replaced<suffix>`` until the new one is in place; ``ckpt_path="last"`` finds
+that name, too. A checkpoint to be deleted is renamed to ``<name>.part`` first.
 
-Lightning's ``_atomic_save`` knows files alone, moves them from the system's temporary folder, which to another file
-system is a copy that a kill cuts off, and does not wait for the disk.
+Lightning's ``_atomic_save`` is no substitute. It knows files alone and does not wait for the disk. It moves them from
+the system's temporary folder, and a move to another file system is a copy, which a kill cuts off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHARD_SUFFIX, SHARD_METADATA = ".distcp", ".metadata"
 
 
 class CompleteFiles(TorchCheckpointIO):
-    """Lightning's files, each under its name only when it is complete; remote ones as Lightning writes them."""
+    """Lightning's checkpoint files, each under its name only when it is complete; remote files as Lightning writes."""
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
@@ -62,8 +62,8 @@ def save_shards(checkpoint: dict[str, Any], path: str | Path, storage_options: A
     States of model and optimizers are taken out of the given dict.
 
     Raises:
-        ConfigurationError: the path is remote, or there are storage options, for which shards have no use.
-        IsADirectoryError: at this path is a folder with something else than a checkpoint.
+        ConfigurationError: the path is remote, or storage options are given.
+        IsADirectoryError: the path is a folder that has other files than a checkpoint's.
     """
     if storage_options is not None:
         raise ConfigurationError(
@@ -85,17 +85,16 @@ def save_shards(checkpoint: dict[str, Any], path: str | Path, storage_options: A
 
 
 def is_collecting_checkpoint() -> bool:
-    """Whether Lightning collects a checkpoint, which hooks on all ranks will see, and it is not another who asks."""
+    """Tells whether the caller is Lightning's collecting of a checkpoint, which hooks will see on all ranks."""
     collect = _CheckpointConnector.dump_checkpoint.__code__
     return any(frame.f_code is collect for frame, _ in walk_stack(None))
 
 
 def check_folders(trainer: pl.Trainer, state_dict_type: str) -> None:
     """Raises a `ConfigurationError` if shards are to be saved where they cannot be written."""
-    folders = [callback.dirpath for callback in callbacks_of(trainer, ModelCheckpoint) if callback.dirpath]
-    if state_dict_type == "sharded":
-        for folder in folders:
-            _check_shards_at(folder)
+    for callback in callbacks_of(trainer, ModelCheckpoint):
+        if callback.dirpath and state_dict_type == "sharded":
+            _check_shards_at(callback.dirpath)
 
 
 def _check_shards_at(path: str | Path) -> None:
@@ -107,7 +106,7 @@ def _check_shards_at(path: str | Path) -> None:
 
 
 def existing_checkpoint(path: Path) -> Path:
-    """Where the checkpoint of this name is: there, or where it made room if the run was killed at that moment."""
+    """Gives the path of a checkpoint; if a run was killed while replacing it, that of the replaced one."""
     old = _replaced_path(path)
     if path.exists() or not old.exists():
         return path
@@ -116,7 +115,7 @@ def existing_checkpoint(path: Path) -> Path:
 
 
 def warn_of_incomplete(trainer: pl.Trainer) -> None:
-    """Warns of checkpoints that a run was writing when it was killed: none of them is resumed from."""
+    """Warns of checkpoints that a run was writing when it was killed, which are never resumed from."""
     folders = {Path(callback.dirpath) for callback in callbacks_of(trainer, ModelCheckpoint) if callback.dirpath}
     for folder in sorted(folders):
         names = sorted(found.name for found in folder.glob(f"*{ModelCheckpoint.FILE_EXTENSION}{_PART}"))
@@ -128,30 +127,30 @@ def warn_of_incomplete(trainer: pl.Trainer) -> None:
 
 
 def _part_path(path: Path) -> Path:
-    # with "ckpt_" Lightning would take it for the newest of those that it saves before SLURM requeues a job
+    # Lightning saves ckpt_<version> before SLURM requeues a job, and would take a name with "ckpt_" for the newest
     return path.with_name(path.name.replace("ckpt_", "ckpt-") + _PART)
 
 
 def _replaced_path(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.osdp-replaced{path.suffix}")  # a name that nobody else gives
+    return path.with_name(f"{path.stem}.osdp-replaced{path.suffix}")
 
 
 def _make_room(path: Path) -> None:
-    """Prepares to write `_part_path`, unless at the path is a folder with more than a checkpoint."""
+    """Clears the temporary names of a path; refuses a folder that has more than a checkpoint."""
     if path.is_dir() and not path.is_symlink():
-        other = [entry.name for entry in path.iterdir() if not is_of_checkpoint(entry)]
-        if other:
+        names = sorted(entry.name for entry in path.iterdir() if not is_of_checkpoint(entry))
+        if names:
             raise IsADirectoryError(
                 f"Expected {str(path)!r} to be free or a checkpoint to replace, but it is a folder with"
-                f" {sorted(other)[0]!r}. Save under another name."
+                f" {names[0]!r}. Save under another name."
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in (_part_path(path), _part_path(_replaced_path(path))):
-        _remove(left)
+    _remove(_part_path(path))
+    _remove(_part_path(_replaced_path(path)))
 
 
 def is_of_checkpoint(entry: Path) -> bool:
-    """Whether this may be in the folder of a sharded checkpoint."""
+    """Tells whether a sharded checkpoint's folder may have this entry."""
     return entry.suffix == _SHARD_SUFFIX or entry.name in (_METADATA_FILENAME, SHARD_METADATA)
 
 
@@ -173,7 +172,7 @@ def _put_in_place(path: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Deletes a checkpoint, which nothing can take for a complete one while it loses its files."""
+    """Deletes a checkpoint under a temporary name: a half-deleted one must not be taken for complete."""
     if os.path.lexists(path):
         part = _part_path(path)
         _remove(part)
@@ -189,7 +188,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Has a rename within this folder survive the machine; a killed process needs none of it."""
+    """Writes a rename within this folder to disk, so that it survives the machine and not only the process."""
     if os.name == "posix":
         descriptor = os.open(folder, os.O_RDONLY)
         try:

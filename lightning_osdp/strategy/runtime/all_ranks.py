@@ -1,4 +1,4 @@
-"""All ranks at once: they succeed or fail together, tell each other values, and find which of them share a node."""
+"""Work of all ranks at once: success or failure of all, exchange of values, and nodes."""
 
 from __future__ import annotations
 
@@ -19,67 +19,66 @@ from lightning_osdp.errors import ConfigurationError, OSDPError, RanksApartError
 T = TypeVar("T")
 
 _FIRST_RANK = "_osdp_first_rank"
-"""Attribute of errors that every rank raises: the first rank that failed."""
+"""Attribute, of errors that every rank raises, for the first rank that failed."""
 
 
 def first_rank(error: BaseException) -> int | None:
-    """The first rank that failed, of an error that every rank raises; None of any other."""
+    """Number of the first rank that failed, if every rank raises this error; otherwise None."""
     return getattr(error, _FIRST_RANK, None)
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
-    """Runs ``work`` on every rank; if it raises on one, every rank raises, as in `in_step`."""
+    """Runs ``work`` on every rank and gives each its own result; if one raises, every rank raises, as in `in_step`."""
     results: list[T] = []
-    in_step(lambda: results.append(work()), stage="")
+    in_step(lambda: results.append(work()), stage="")  # results are not sent: they may be large
     return results[0]
 
 
 def in_step(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
-    """Runs ``work`` on every rank, and gives each what it returned on all; if it raises on one, every rank raises.
+    """Runs ``work`` on every rank and gives each the results of all, by rank; if one raises, every rank raises.
 
-    ``work`` may itself do something in step: an error that all ranks have is not told again. ``stage`` says what it is
-    for, the same on every rank. Results are by rank.
+    ``work`` may call `in_step` itself: an error that all ranks have is not sent again. ``stage`` names the work for
+    error texts, and must be the same on every rank.
 
     Raises:
-        OSDPError: on ranks where it succeeded, with the text of the first rank where it did not.
-        RanksApartError: the same, and ranks have come to different stages: an error that no rank may pass over.
+        OSDPError: on ranks where the work succeeded, with the text of the first rank where it failed.
+        RanksApartError: ranks have come to different stages, so that none may go on.
     """
     result, failure = _attempt(work)
     if failure is not None and first_rank(failure) is not None:
         raise failure
-    said = all_gather_values((stage, None if failure is None else f"{type(failure).__name__}: {failure}", result))
-    failed = next((rank for rank, (_, text, _) in enumerate(said) if text is not None), None)
-    are_apart = len({stage for stage, _, _ in said}) > 1
+    sent = all_gather_values((stage, None if failure is None else f"{type(failure).__name__}: {failure}", result))
+    failed = next((rank for rank, (_, text, _) in enumerate(sent) if text is not None), None)
+    are_apart = len({stage for stage, _, _ in sent}) > 1
     if failure is None and failed is not None:
         kind = RanksApartError if are_apart else OSDPError
-        failure = kind(f"Rank {failed} failed, so every rank stops: {said[failed][1]}")
+        failure = kind(f"Rank {failed} failed, so every rank stops: {sent[failed][1]}")
     if failure is None and are_apart:
-        stages = ", ".join(f"rank {rank}: {stage or 'done'}" for rank, (stage, _, _) in enumerate(said))
+        stages = ", ".join(f"rank {rank}: {stage or 'done'}" for rank, (stage, _, _) in enumerate(sent))
         failure = RanksApartError(
             f"Expected every rank to do the same while it profiles, but they do not: {stages}. Let the module and its"
             " loaders be the same on every rank, or plan once and pass plan=."
         )
     _raise_everywhere(failure, failed or 0)
-    return [cast("T", each) for _, _, each in said]
+    return [cast("T", result) for _, _, result in sent]
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
-    """Runs ``work`` on rank 0 alone and gives its result, or the error that it raised, to every rank."""
+    """Runs ``work`` on rank 0 alone; every rank returns the result or raises the error."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    outcome: list[Any] = [None]
-    own: Exception | None = None
+    failure: Exception | None = None
+    outcome: Any = None
     if dist.get_rank() == 0:
-        result, own = _attempt(work)
-        outcome = [(result, None if own is None else _sendable(own))]
-    dist.broadcast_object_list(outcome, src=0, group=host_group())
-    result, sent = outcome[0]
-    _raise_everywhere(sent if own is None else own, 0)
+        result, failure = _attempt(work)
+        outcome = result, None if failure is None else _sendable(failure)
+    result, sent = broadcast_value(outcome, 0)
+    _raise_everywhere(sent if failure is None else failure, 0)  # rank 0 raises its own error, with the traceback
     return cast("T", result)
 
 
 def all_gather_values(value: T) -> list[T]:
-    """What each rank gives, by rank."""
+    """Gathers a value from each rank; gives every rank the list of all, by rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[T] = [value] * dist.get_world_size()
@@ -88,58 +87,60 @@ def all_gather_values(value: T) -> list[T]:
 
 
 def broadcast_number(number: int) -> int:
-    """Rank 0's, on every rank; no device is waited for, so that this can be asked in every batch."""
+    """Gives every rank the number of rank 0; fit for every batch, as no device is waited for."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return number
-    said = torch.tensor([number], device="cpu")
-    dist.broadcast(said, src=0, group=host_group())
-    return int(said.item())
+    sent = torch.tensor([number], device="cpu")
+    dist.broadcast(sent, src=0, group=host_group())
+    return int(sent.item())
 
 
 def broadcast_value(value: T, rank: int) -> T:
-    """One rank's value, on every rank; values of the others are ignored."""
+    """Gives every rank the value of one rank; values of other ranks are ignored."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=rank, group=host_group())
     return values[0]
 
 
-def ranks_of_node(strategy: FSDPStrategy, wanted: int | None) -> int | None:
-    """How many ranks each node has, all of which follow each other; None where all are on one. Call it on all ranks.
+def ranks_of_node(strategy: FSDPStrategy, node_size: int | None) -> int | None:
+    """Number of ranks that each node has, all with consecutive ranks; None where all ranks are on one node.
 
-    Where nodes have different numbers of ranks, or ranks go round them in turn, there are no nodes to plan for: that is
-    said, and all ranks count as one node. Ranks of this node are as many as ``LOCAL_WORLD_SIZE`` says, else as the
-    Trainer's ``devices``, unless the user has ``wanted`` another number; a `ConfigurationError` is raised if the ranks
-    cannot be divided into nodes of so many.
+    Call it on all ranks. A ``node_size`` of the user comes first, then ``LOCAL_WORLD_SIZE``, then the Trainer's
+    ``devices``. If nodes have different numbers of ranks, or ranks alternate between nodes, a warning says so and all
+    ranks count as one node.
+
+    Raises:
+        ConfigurationError: ``node_size`` does not divide the number of ranks.
     """
     world_size = strategy.world_size
-    if wanted is not None:
-        if world_size % wanted:
+    if node_size is not None:
+        if world_size % node_size:
             raise ConfigurationError(
-                f"Expected a node_size that divides the {world_size} ranks, got {wanted}. Leave it out, and it is what"
-                " the ranks were started with."
+                f"Expected a node_size that divides the {world_size} ranks, got {node_size}. Leave it out, and it is"
+                " what the ranks were started with."
             )
-        return wanted if wanted < world_size else None
+        return node_size if node_size < world_size else None
     assert strategy.cluster_environment is not None
     size = int(os.environ.get("LOCAL_WORLD_SIZE") or strategy.num_processes)
     if size >= world_size:
         return None
-    told = all_gather_values((size, strategy.cluster_environment.local_rank()))
-    if any(each != (size, rank % size) for rank, each in enumerate(told)) or world_size % size:
+    places = all_gather_values((size, strategy.cluster_environment.local_rank()))
+    if any(place != (size, rank % size) for rank, place in enumerate(places)) or world_size % size:
         rank_zero_warn(
             f"OSDP: plans are made as if all ranks were on one node, for nodes do not have equally many ranks that"
-            f" follow each other: ranks of the node and place in it, by rank, are {told}. Start ranks node by node, or"
-            " pass node_size."
+            f" follow each other: ranks of the node and place in it, by rank, are {places}. Start ranks node by node,"
+            " or pass node_size."
         )
         return None
     return size
 
 
 def host_group() -> dist.ProcessGroup:
-    """All ranks, by way of their hosts: the default group, or one of gloo's beside it where that is NCCL's.
+    """Process group of all ranks whose collectives run on hosts: the default group, or a gloo group beside NCCL's.
 
-    What ranks tell each other outside of training goes this way: a device that has failed tells nothing, and one that
-    computes would be waited for. All ranks must ask for it first at the same point.
+    Ranks exchange values outside of training in this group: a device that has failed sends nothing, and a device that
+    computes would be waited for. All ranks must make the first call at the same point, where the group is created.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -152,7 +153,7 @@ def _host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or its text where other ranks could not make it from what was sent."""
+    """Gives the error, or an `OSDPError` with its text if the error cannot be pickled and restored."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -168,7 +169,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _raise_everywhere(error: Exception | None, rank: int) -> None:
-    """Raises an error that every rank raises, where this rank was the first that failed."""
+    """Raises an error, if there is one, that every rank raises; marks it with the first rank that failed."""
     if error is not None:
         setattr(error, _FIRST_RANK, rank)
         raise error

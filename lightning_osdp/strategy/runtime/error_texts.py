@@ -1,4 +1,4 @@
-"""Texts for errors whose cause is known here: memory, DTensors, or another rank's failure."""
+"""Texts appended to errors whose cause is known: a lack of memory, DTensors, or another rank's failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_osdp.profiler import is_out_of_memory
 from lightning_osdp.strategy.runtime.failure import is_echo
 
 _LINE = "_osdp_line"
-"""Attribute of an error: what is printed of it if nobody catches it."""
+"""Attribute of an error for the line that is printed in place of a traceback."""
 
 _EXPLAINED = {
     "its data is not allocated yet": (
@@ -62,7 +62,7 @@ _EXPLAINED = {
         ' precision="bf16-mixed", or train with precision="32-true".'
     ),
 }
-"""By words of torch, or of fairscale: what to do where a user's code cannot run with sharded tensors, or so here."""
+"""Words of an error of torch or fairscale -> advice for user code that cannot run with sharded tensors, or here."""
 
 _WITHOUT_VALUES = (
     "OSDP: while a full checkpoint is saved, weights and states of optimizers have values on rank 0 alone; on other"
@@ -73,12 +73,12 @@ _WITHOUT_VALUES = (
 
 
 def place_of_shortage(sharded: ShardedModel) -> str:
-    """Where in a step the model is whose memory ran out."""
+    """Names the place in a step where memory ran out."""
     return sharded.place_in_step() or "the optimizer step"
 
 
 def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: ShardedModel | None) -> None:
-    """Appends what helps to an error, if memory ran out under a plan, or code cannot run so; None before sharding."""
+    """Appends advice to an error of known cause; ``sharded`` is None before the model is sharded."""
     if is_out_of_memory(error) and sharded is not None and sharded.plan is not None:
         _append(error, _of_memory(strategy, sharded.plan, place_of_shortage(sharded)))
     told = next((text for said, text in _EXPLAINED.items() if said in str(error)), None)
@@ -89,14 +89,14 @@ def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: Sh
 
 
 def _is_saving(error: BaseException) -> bool:
-    """Whether it was raised while Lightning collects what a checkpoint has."""
+    """Tells whether an error was raised while Lightning collected the entries of a checkpoint."""
     return any(
         frame.f_code is _CheckpointConnector.dump_checkpoint.__code__ for frame, _ in walk_tb(error.__traceback__)
     )
 
 
 def _of_memory(strategy: FSDPStrategy, plan: Plan, place: str) -> str:
-    """Which rank, where, under which plan, and what helps."""
+    """Names the rank, the place and the plan, and gives advice."""
     assert strategy.lightning_module is not None
     limit = format_bytes(plan.memory_limit_bytes)
     predicted = f" that is predicted to take {format_bytes(plan.peak_bytes)} of {limit}" if plan.peak_bytes else ""
@@ -111,18 +111,18 @@ def _of_memory(strategy: FSDPStrategy, plan: Plan, place: str) -> str:
 
 
 def explain_echo(error: BaseException, cause: str | None) -> None:
-    """Appends what made another rank fail first to an error that is only its echo."""
+    """Appends the failure of another rank to an error that may be only its consequence."""
     if cause is not None and is_echo(error) and not cause.endswith(str(error)):
         _append(error, cause)
 
 
 def _append(error: BaseException, text: str) -> None:
-    """Has an error say this, too, in lines of their own."""
+    """Appends lines to an error's text."""
     error.args = (f"{error}\n{text}", *error.args[1:])
 
 
 def print_one_line(error: BaseException, line: str) -> None:
-    """Has Python print this line if nobody catches the error, without a traceback: another rank prints all of it."""
+    """Has Python print only this line if nobody catches the error: another rank prints the traceback."""
     error.__dict__[_LINE] = line
     if getattr(sys.excepthook, "func", None) is not _print:
         sys.excepthook = partial(_print, sys.excepthook)
@@ -131,7 +131,7 @@ def print_one_line(error: BaseException, line: str) -> None:
 def _print(
     otherwise: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Instead of what Python does with errors that nobody caught."""
+    """Prints an uncaught error's line if it has one; calls the previous ``sys.excepthook`` otherwise."""
     line = getattr(error, _LINE, None)
     if line is None:
         otherwise(kind, error, trace)

@@ -1,11 +1,11 @@
-"""One rank's failure, told to the others: they end too, in bounded time and with its text.
+"""End of all ranks, in bounded time and with one error text, after one rank failed.
 
-A rank that waits in a collective for one that failed would wait for the process group's timeout, half an hour by
-default, unless the other's sockets close: they do not while its process lives, and NCCL does not notice.
+A rank that waits in a collective for a failed one would wait for the process group's timeout, half an hour by default.
+The wait ends sooner only where sockets close; they stay open while the failed process lives, and NCCL ignores them.
 
-Every rank writes a heartbeat to the process group's store, which is two numbers: how often it has written, and how many
-collectives it has entered. A rank whose first number stands still has ended or is frozen. A rank that has entered fewer
-collectives than one that waits is what that one waits for: all ranks enter all collectives, in the same order.
+Every rank writes a heartbeat to the process group's store: how often it has written, and how many collectives it has
+entered. A rank whose first number stands still has ended or is frozen. All ranks enter all collectives in the same
+order, so a waiting rank waits for the ranks that have entered fewer collectives.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ from torch._C._distributed_c10d import Store
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""Seconds between looks at the store: few requests of well under a millisecond each."""
+"""Seconds between reads of the store: few requests of well under a millisecond each."""
 GRACE_S = 10.0
-"""Seconds that a rank is given to end by itself after another failed, before its process is ended."""
+"""Seconds that a rank has to end by itself after another failed, before its process is ended."""
 SIGTERM_GRACE_S = 20.0
-"""The same after SIGTERM: to finish a step, and no longer than most clusters wait before they kill."""
+"""Seconds that a rank has after SIGTERM to finish its step; most clusters wait longer before they kill."""
 MEETING_S = 5.0
-"""Longest that a failed rank waits for all others to fail, too, where something is to be saved."""
+"""Longest that a failed rank waits for all others to fail, too, before a checkpoint is saved on the exception."""
 LINGER_S = 5.0
-"""Longest that a failed rank waits until all others know: the store may end with its process."""
+"""Longest that a failed rank waits until all others know of the failure: the store may end with its process."""
 TEARDOWN_S = 120.0
-"""Longest that a failed rank takes to tear down, what loggers send included: on its device may wait a collective that
-never ends, and whatever waits for the device, such as moving the model, waits with it."""
+"""Longest that a failed rank's teardown takes, with what loggers send.
+
+A collective that never ends may block the device, and with it all that waits for the device, such as moving the model.
+"""
 PATIENCE_S = 2.0
-"""After so much of it, the error is printed: nobody may see what Python would print in the end."""
+"""Seconds of teardown after which the error is printed: Python prints it at the end, which may never come."""
 LAST_WORDS_S = 5.0
-"""Longest that a process takes to say where it is before it is ended: its output may be blocked, too."""
+"""Longest that a process takes to log where it is before it is ended: output may be blocked, too."""
 SILENCE_S = 4.0
-"""A rank that has not written for so long, eight times longer than it should, has ended or is frozen."""
+"""Seconds without a heartbeat, eight times `POLL_S`, after which a rank counts as ended or frozen."""
 _LEFT = "left"
-"""In place of a heartbeat, of a rank that is done."""
+"""Value in place of a heartbeat for a rank that is done."""
 _SIGTERM = "received SIGTERM, so every rank ends."
 _STORE_GONE = (
     "Rank 0, or torchrun on its node, ended without reporting an error: it was killed, or its machine is gone."
@@ -53,18 +55,24 @@ _STORE_GONE = (
 
 
 class Heartbeat(NamedTuple):
-    """What a rank wrote last."""
+    """Latest heartbeat of a rank."""
 
     num_beats: int
     num_collectives: int
 
 
 class FailureWatch:
-    """Tells the other ranks when this one fails, and ends this one when another did.
+    """Watch that tells other ranks when this one fails, and ends this process when another rank has failed.
 
-    All ranks give it the same ``run``, a name that no other watch has in the store. ``num_collectives`` tells how many
-    this rank has entered, and ``is_terminated`` whether it has received SIGTERM since the last call. For ``stall_s`` a
-    rank may wait in a collective for another; in ``grace_s`` this one is to end by itself after another failed.
+    Args:
+        store: the process group's.
+        run: name of the watch in the store, the same on all ranks; no other watch may have it.
+        rank: number of this rank.
+        world_size: number of ranks.
+        num_collectives: returns how many collectives this rank has entered.
+        stall_s: longest that a rank may wait for another in a collective.
+        is_terminated: tells whether this rank has received SIGTERM since the last call.
+        grace_s: seconds in which this process is to end by itself after another rank failed.
     """
 
     def __init__(
@@ -87,24 +95,24 @@ class FailureWatch:
         self._meeting = f"{run}/meeting"
         self._beats = [f"{run}/beat/{each}" for each in range(world_size)]
         self._count_collectives, self._num_beats = num_collectives, 0
-        self._num_collectives, self._since_s = -1, 0.0  # when this rank was seen to enter the last collective
-        self._first: str | None = None  # what the rank that failed first had to say, once this one knows
-        self._timers: list[threading.Timer] = []  # which begin when this rank has failed
+        self._num_collectives, self._since_s = -1, 0.0  # at the last change of the number, and when that was
+        self._first: str | None = None  # text of the first failure, once this rank knows
+        self._timers: list[threading.Timer] = []  # begun when this rank has failed
         self._knows, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="osdp-failure-watch", daemon=True)
 
     @property
     def is_terminating(self) -> bool:
-        """Whether a rank has received SIGTERM."""
+        """True once all ranks end because one of them has received SIGTERM."""
         return self._first is not None and self._first.endswith(_SIGTERM)
 
     def start(self) -> None:
-        """Watches from now on, in a thread."""
+        """Starts watching, in a thread."""
         self._beat()
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops watching, for this rank is done; its thread is gone then, as it must be before the interpreter ends."""
+        """Stops watching, as this rank is done; ends the thread, which must not outlive the interpreter."""
         is_first = not self._stopped.is_set()
         self._end_thread()
         self._cancel_timers()
@@ -117,22 +125,24 @@ class FailureWatch:
                 log.debug("The store is gone, and with it the others", exc_info=True)
 
     def report(self, error: BaseException) -> str | None:
-        """Tells the others of this rank's error, and waits until they know it, for `LINGER_S` at most.
+        """Tells other ranks of this rank's error, and waits for `LINGER_S` at most until all know.
 
-        From then on the process is ended after `TEARDOWN_S`, unless it stops watching before. Returns what the rank
-        that failed first had to say, if that was another one.
+        The process is ended `TEARDOWN_S` later, unless `stop` is called before.
+
+        Returns:
+            The text of the rank that failed first, if that was another one.
         """
         mine = f"Rank {self._rank} failed: {type(error).__name__}: {error}"
         try:
             text = (self._cause() if is_echo(error) else None) or mine
             self._end_thread()
             self._claim(text)
-            # Whoever was interrupted, by a signal or the keyboard, must not wait.
+            # A process that was interrupted, by a signal or the keyboard, must not wait.
             deadline = time.monotonic() + (LINGER_S if isinstance(error, Exception) else 0.0)
             while self._store.add(self._informed, 0) < self._world_size and time.monotonic() < deadline:
                 time.sleep(POLL_S / 10)
         except RuntimeError:
-            # It ends with the process that holds it, which waits only until all know of the failure.
+            # The store ends with rank 0's process, which waits only until all ranks know of the failure.
             log.debug("The store is gone, and with it the others", exc_info=True)
             self._learn(_STORE_GONE)
         self._end_thread()
@@ -141,12 +151,12 @@ class FailureWatch:
         return None if self._first == mine else self._first
 
     def tell_if_slow(self, error: BaseException) -> None:
-        """Prints an error that was reported, with its traceback, if this rank does not stop watching soon."""
+        """Prints a reported error with its traceback, unless `stop` is called within `PATIENCE_S`."""
         said = "Rank %d failed, and its teardown waits, perhaps for ranks that wait for this one."
         self._timers.append(_timer(PATIENCE_S, partial(log.error, said, self._rank, exc_info=error)))
 
     def have_all_raised(self) -> bool:
-        """Whether all ranks have raised at the same point, to do something together; waits, and tells all the same."""
+        """Waits until all ranks have raised; gives all the same answer, True after the same collective."""
         try:
             self._store.set(self._raised[self._rank], str(self._beat()))
             deadline = time.monotonic() + MEETING_S
@@ -160,14 +170,14 @@ class FailureWatch:
             return False
 
     def _beat(self) -> int:
-        """Says that this rank is alive; returns how many collectives it has entered."""
+        """Writes a heartbeat; returns how many collectives this rank has entered."""
         self._num_beats += 1
         num_collectives = self._count_collectives()
         self._store.set(self._beats[self._rank], f"{self._num_beats} {num_collectives}")
         return num_collectives
 
     def _read_beats(self) -> dict[int, Heartbeat]:
-        """By rank, without those that have left; empty until all have begun."""
+        """Reads heartbeats by rank, without ranks that are done; empty until all have begun."""
         if not self._store.check(self._beats):
             return {}
         texts = [value.decode() for value in self._store.multi_get(self._beats)]
@@ -185,7 +195,7 @@ class FailureWatch:
                 return
 
     def _news(self) -> str | None:
-        """What ends all ranks, if anything has."""
+        """Looks for a reason to end all ranks; returns its text, or None."""
         if self._is_terminated():
             return self._claim(f"Rank {self._rank} {_SIGTERM}")
         if self._store.check([self._failure]):
@@ -193,13 +203,13 @@ class FailureWatch:
             return self._first
         if self._store.check([self._over]):
             self._store.set(self._beats[self._rank], _LEFT)
-            self._stopped.set()  # rank 0 is done, and the store may end
+            self._stopped.set()  # rank 0 is done, and the store may end with it
             return None
         stalled = self._stalled()
         return None if stalled is None else self._claim(stalled)
 
     def _stalled(self) -> str | None:
-        """Which ranks keep this one waiting, if it has waited for too long."""
+        """Names the ranks that this one waits for, if it has waited for too long."""
         now_s, num_collectives = time.monotonic(), self._beat()
         if num_collectives != self._num_collectives:
             self._num_collectives, self._since_s = num_collectives, now_s
@@ -209,7 +219,7 @@ class FailureWatch:
         behind = [rank for rank, beat in self._read_beats().items() if beat.num_collectives < num_collectives]
         ranks = behind or self._silent_ranks()
         if not ranks:
-            self._since_s = now_s  # nobody is waited for: all work by themselves
+            self._since_s = now_s  # no rank is behind: each computes by itself
             return None
         return (
             f"{_ranks_text(ranks)} stalled: rank {self._rank} has waited {self._stall_s:g} s in a collective for it."
@@ -217,26 +227,26 @@ class FailureWatch:
         )
 
     def _silent_ranks(self) -> list[int]:
-        """The others that do not write for `SILENCE_S`."""
+        """Lists other ranks that write no heartbeat for `SILENCE_S`."""
         before, deadline = self._read_beats(), time.monotonic() + SILENCE_S
         before.pop(self._rank, None)
         while True:
             now = self._read_beats()
-            found = [rank for rank in now if rank in before and now[rank].num_beats == before[rank].num_beats]
-            if not found or self._knows.is_set() or time.monotonic() > deadline:
-                return found
+            silent = [rank for rank in now if rank in before and now[rank].num_beats == before[rank].num_beats]
+            if not silent or self._knows.is_set() or time.monotonic() > deadline:
+                return silent
             self._knows.wait(POLL_S)
-            self._beat()  # for others may ask the same
+            self._beat()  # other ranks may look for silent ones at the same time
 
     def _cause(self) -> str | None:
-        """What made a collective break: a failure that others reported, or a rank that ended without reporting one."""
+        """Finds why a collective broke: a failure that was reported, or a rank that ended without reporting one."""
         ranks = self._silent_ranks()
         if self._first is not None or not ranks:
             return self._first
         return f"{_ranks_text(ranks)} ended without reporting an error: killed, or the machine is gone."
 
     def _claim(self, text: str) -> str:
-        """Tells the others, unless there is a first failure already; returns the first."""
+        """Writes this failure to the store, unless there is one already; returns the first."""
         first = self._store.compare_set(self._failure, "", text).decode()
         self._learn(first)
         return first
@@ -249,17 +259,17 @@ class FailureWatch:
                 self._store.add(self._informed, 1)
 
     def _end_process(self, text: str) -> None:
-        """Unless it ends by itself. Why is said at once, but for a rank that is about to say it with its own error."""
+        """Ends this process, unless it ends by itself in time."""
         grace_s = SIGTERM_GRACE_S if self.is_terminating else self._grace_s
         soon_s = min(POLL_S, grace_s)
-        if self._stopped.wait(soon_s):
+        if self._stopped.wait(soon_s):  # this rank raises an error of its own, which will say why
             return
         log.error("%s Rank %d is given %g s to end, too.", text, self._rank, grace_s)
         if not self._stopped.wait(grace_s - soon_s):
             self._end_now(text, grace_s)
 
     def _end_now(self, text: str, waited_s: float) -> None:
-        _timer(LAST_WORDS_S, partial(os._exit, 1))
+        _timer(LAST_WORDS_S, partial(os._exit, 1))  # logging may block
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         place = "".join(traceback.format_stack(frame))
         ending = f"Rank {self._rank} has not ended by itself in {waited_s:g} s: ending it. It is at"
@@ -278,7 +288,7 @@ class FailureWatch:
 
 
 def _timer(seconds: float, then: Callable[[], None]) -> threading.Timer:
-    """Does something after so many seconds, in a thread that keeps no process from ending."""
+    """Starts a timer whose thread does not keep the process from ending."""
     timer = threading.Timer(seconds, then)
     timer.daemon = True
     timer.start()
@@ -286,7 +296,7 @@ def _timer(seconds: float, then: Callable[[], None]) -> threading.Timer:
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether another rank's failure may be the cause: what collectives raise that broke."""
+    """Tells whether another rank's failure may be the cause: a broken collective raises errors of these types."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 

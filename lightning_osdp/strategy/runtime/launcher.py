@@ -1,4 +1,4 @@
-"""How ranks are started where the processes are not there yet: as scripts, or as children of this process."""
+"""Start of ranks whose processes are not there yet: as scripts, or as children of this process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
 def check_interactive(launcher: _Launcher | None, start_method: StartMethod) -> None:
-    """Raises a `ConfigurationError` in a notebook or interactive session that cannot start ranks so."""
+    """Raises a `ConfigurationError` in a notebook or interactive session where this launcher cannot start ranks."""
     if _IS_INTERACTIVE and launcher is not None and not launcher.is_interactive_compatible:
         raise ConfigurationError(
             f"Expected start_method='fork' in a notebook or interactive session, got {start_method!r}, which would run"
@@ -45,12 +45,12 @@ def check_interactive(launcher: _Launcher | None, start_method: StartMethod) -> 
 class GatheringLauncher(_MultiProcessingLauncher):
     """Lightning's multiprocessing launcher for sharded models.
 
-    When fit ends, the main process gets the whole weights into its LightningModule, and the plan into its strategy.
-    Lightning's launcher would send back ``lightning_module.state_dict()``, which are shards here.
+    When fit ends, the LightningModule of the main process gets the whole weights, and its strategy the plan.
+    Lightning's launcher would send back ``lightning_module.state_dict()``, which has shards here.
 
     Attributes:
-        plan: in the main process, the one that the ranks trained under.
-        whole_state: in a worker, weights as they were when fit ended: whole on each node's first rank at least.
+        plan: in the main process, the plan that the ranks trained under.
+        whole_state: in a worker, weights at the end of fit, whole on each node's first rank at least.
     """
 
     def __init__(self, strategy: ParallelStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
@@ -65,7 +65,7 @@ class GatheringLauncher(_MultiProcessingLauncher):
             self._inherited = dict(os.environ), _GlobalStateSnapshot.capture()
         if threading.current_thread() is not threading.main_thread():
             return super().launch(function, *args, trainer=trainer, **kwargs)
-        # Without this process, the workers would run on.
+        # workers would run on after this process has ended
         before = signal.signal(signal.SIGTERM, lambda signum, _: self.kill(signum))
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
@@ -83,17 +83,17 @@ class GatheringLauncher(_MultiProcessingLauncher):
         return_queue: Any,
         global_states: Any = None,
     ) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forked from a process that hands it on
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker has the handler of `launch`
         if self._inherited is not None:
-            # Spawned workers get this from Lightning. The server has the environment, seed included, of its start, and
-            # without copies all ranks would write to the same buffers.
+            # Lightning does this for spawned workers only. The fork server has the environment, seed included, of its
+            # own start, and its children share memory: without copies all ranks would write to the same buffers.
             environment, global_states = self._inherited
             os.environ.update(environment)
             args, kwargs = _disable_module_memory_sharing((args, kwargs))
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, return_queue, global_states)
         except BaseException as error:
-            # Under the other launchers the Trainer does this; here it would do so in the main process only.
+            # Here the Trainer would call on_exception in the main process only.
             self._strategy.on_exception(error)
             raise
 
@@ -108,8 +108,8 @@ class GatheringLauncher(_MultiProcessingLauncher):
             weights_path, names = str(Path(tempfile.mkdtemp()) / "weights.ckpt"), list(state)
             self._strategy.checkpoint_io.save_checkpoint(state, weights_path)
         best_model_path = getattr(trainer.checkpoint_callback, "best_model_path", None)
-        told = {"plan": None if plan is None else plan.to_json(), "names": names}
-        extra = {**self.get_extra_results(trainer), **told}
+        plan_text = None if plan is None else plan.to_json()
+        extra = {**self.get_extra_results(trainer), "plan": plan_text, "names": names}
         return _WorkerOutput(best_model_path, weights_path, trainer.state, results, extra)
 
     @override

@@ -1,4 +1,4 @@
-"""What ranks do together when one fails, is done, or receives SIGTERM, which clusters send first: save and end."""
+"""Joint end of all ranks when one fails, is done, or receives SIGTERM, which clusters send before they kill."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from lightning_osdp.strategy.runtime.requeue import RequeueTogether
 log = logging.getLogger(__name__)
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""What shells and clusters take for the end by SIGTERM."""
+"""Exit code that shells and clusters take for an end by SIGTERM."""
 STALL_SHARE = 0.9
-"""Of the process group's timeout, after which waiting ranks only know that they have waited."""
+"""Share of the process group's timeout after which a rank is called stalled: at the timeout, nobody knows which."""
 SETTLE_S = 0.3
-"""[Empirical] 0.2 s to 0.4 s; a thread needs the interpreter for microseconds, but must be scheduled."""
+"""Seconds that gloo's threads get to finish [Empirical: 0.2 s to 0.4 s; a thread needs microseconds once scheduled]."""
 
 
 class RanksTogether:
@@ -47,16 +47,17 @@ class RanksTogether:
     def __init__(self, strategy: FSDPStrategy) -> None:
         self._strategy = strategy
         self._watch: FailureWatch | None = None
-        self._ending = ExitStack()  # what is to be undone
+        self._ending = ExitStack()
 
     def begin(self, has_states: Callable[[], bool]) -> None:
-        """Watches from now on; the process group is there, and all ranks call it."""
+        """Starts watching; all ranks call it once the process group is initialized."""
         strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None
         if dist.get_backend() == "gloo":
-            _settle_at_exit()
+            atexit.unregister(_settle)  # an earlier stage may have registered it
+            atexit.register(_settle)
         if strategy.world_size > 1:
-            host_group()  # now that no rank has failed
+            host_group()  # made while all ranks are alive
             run, timeout = strategy.broadcast(uuid4().hex), strategy._timeout or default_pg_timeout
             sigterm = SigtermWatch()
             self._watch = watch = FailureWatch(
@@ -70,12 +71,9 @@ class RanksTogether:
             )
             watch.start()
             end_together(module.trainer, lambda: watch.is_terminating)
-            for undo in (
-                partial(restore_sigterm_handling, module.trainer),
-                sigterm.close,
-                watch.stop,
-            ):  # the last one first
-                self._ending.callback(undo)
+            self._ending.callback(restore_sigterm_handling, module.trainer)
+            self._ending.callback(sigterm.close)
+            self._ending.callback(watch.stop)  # called first: the watch reads the pipe that close() closes
         if RequeueTogether.is_needed(module.trainer):
             requeue = RequeueTogether(module.trainer)
             all_callbacks(module.trainer).insert(0, requeue)
@@ -85,7 +83,7 @@ class RanksTogether:
         self._ending.callback(saving.end, module.trainer)
 
     def report(self, error: BaseException) -> None:
-        """Tells the others of this rank's error, and appends to it what made another one fail first."""
+        """Tells other ranks of this rank's error, and appends to the error the text of the rank that failed first."""
         if self._watch is None:
             return
         cause = self._watch.report(error)
@@ -101,19 +99,19 @@ class RanksTogether:
             self._watch.tell_if_slow(error)
         if isinstance(error, SIGTERMException):
             log.error("%s Rank %d ended between two steps.", cause, rank)
-            # Lightning's launcher kills this process as soon as another one ends with an error.
+            # Lightning's launcher kills the first local rank as soon as another one ends with an error.
             error.code = EXIT_CODE if self._strategy.local_rank == 0 else 0
 
     def end(self) -> None:
-        """This rank is done."""
+        """Stops watching: this rank is done."""
         self._ending.close()
 
 
 class SavingTogether(pl.Callback):
-    """The first to hear of an exception: keeps others from saving where ranks would wait for each other.
+    """Keeps callbacks from saving on an exception that not all ranks have; it hears of exceptions first.
 
-    What a callback raises while it saves would replace the user's exception, and a collective that the other ranks are
-    not in would be taken for another one's, or wait. ``watch`` is None where this rank is alone.
+    Saving runs collectives. Ranks that have no exception would not join them, and an error while saving would replace
+    the user's exception. ``watch`` is None where there is only one rank.
     """
 
     def __init__(self, watch: FailureWatch | None, has_states: Callable[[], bool]) -> None:
@@ -122,7 +120,7 @@ class SavingTogether(pl.Callback):
 
     @cached_property
     def _can_save(self) -> bool:
-        """Whether all ranks can save after this rank's exception, which is asked only where somebody saves."""
+        """True if all ranks can save after this rank's exception; cached, as ranks must meet to find out."""
         has_states = self._has_states()
         can = has_states and (self._watch is None or self._watch.have_all_raised())
         if not can:
@@ -131,7 +129,7 @@ class SavingTogether(pl.Callback):
         return can
 
     def end(self, trainer: pl.Trainer) -> None:
-        """Leaves the Trainer as it was without this."""
+        """Removes this callback from the Trainer, and brings back those that it has left out."""
         callbacks = all_callbacks(trainer)
         callbacks[:] = [*(callback for callback in callbacks if callback is not self), *self._left_out]
         self._left_out = []
@@ -148,22 +146,22 @@ class SavingTogether(pl.Callback):
         trainer.save_checkpoint = save_if_possible  # type: ignore[method-assign]
         saving = [callback for callback in callbacks if _saves(callback)]
         if saving and not self._can_save:
-            # behind this one in the list that is being iterated over now
+            # the Trainer is iterating over this list now, and has not come to those yet
             self._left_out = saving
             callbacks[:] = [callback for callback in callbacks if callback not in saving]
 
 
 def _saves(callback: pl.Callback) -> bool:
-    """Whether it saves on an exception: ``ModelCheckpoint`` if it was asked to, others whenever they have the hook."""
+    """Tells whether a callback saves on an exception; `ModelCheckpoint` has an option, others have the hook."""
     is_written = type(callback).on_exception is not pl.Callback.on_exception
     return isinstance(callback, Checkpoint) and is_written and getattr(callback, "save_on_exception", True)
 
 
 class SigtermWatch:
-    """Notices SIGTERM even while the main thread waits in a collective, where Python runs no handler.
+    """Watch for SIGTERM that works even while the main thread waits in a collective, where Python runs no handler.
 
-    The interpreter itself writes the numbers of signals that have a handler, any handler, to a pipe. Notices
-    nothing outside the main thread, where no handler can be registered either, and on Windows, which has no SIGTERM.
+    The interpreter writes the number of each signal that has a handler to a pipe. The watch does nothing outside the
+    main thread, where no handler can be registered either, and on Windows, which has no SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -175,7 +173,7 @@ class SigtermWatch:
             self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def is_received(self) -> bool:
-        """Whether SIGTERM has come since the last call."""
+        """Tells whether SIGTERM has come since the last call."""
         if self._reader is None:
             return False
         try:
@@ -184,7 +182,7 @@ class SigtermWatch:
             return False
 
     def close(self) -> None:
-        """Notices nothing from now on."""
+        """Stops watching."""
         if self._reader is not None:
             signal.set_wakeup_fd(self._previous)
             os.close(self._reader)
@@ -193,10 +191,10 @@ class SigtermWatch:
 
 
 def end_together(trainer: pl.Trainer, is_told: Callable[[], bool]) -> None:
-    """Has all ranks raise at the beginning of the same batch, after rank 0 has been told to end.
+    """Has all ranks raise a `SIGTERMException` at the beginning of the same batch, once rank 0 knows of a SIGTERM.
 
-    Lightning's handler broadcasts from within, beside the collectives of the step that it interrupts: ranks that wait
-    in those wait forever. Nothing is left to do there.
+    Lightning's handler would broadcast in the midst of a step, and ranks that wait in the step's collectives would
+    wait forever. So the handler does nothing here.
     """
 
     def raise_together() -> None:
@@ -208,23 +206,26 @@ def end_together(trainer: pl.Trainer, is_told: Callable[[], bool]) -> None:
 
 
 def restore_sigterm_handling(trainer: pl.Trainer) -> None:
-    """Undoes `end_together`: the trainer can be pickled again."""
+    """Undoes `end_together`, so that the Trainer can be pickled again."""
     trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
 def collectives_entered(world_size: int) -> int:
-    """Collectives that this rank has entered with all ranks or those of nodes, by gloo and NCCL; as many on each."""
-    found: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    groups = [group for group in found if group.size() == world_size or group.group_desc in NODE_GROUPS]
+    """Counts collectives that this rank has entered in groups of all ranks or of nodes, by gloo and NCCL.
+
+    All ranks enter the same collectives, so that equal progress is an equal count.
+    """
+    pg_map: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    groups = [group for group in pg_map if group.size() == world_size or group.group_desc in NODE_GROUPS]
     backends = {group._get_backend(device) for group in groups for device in group._device_types}
     return sum(each._get_sequence_number_for_group() for each in backends if each.name() in {"gloo", "nccl"})
 
 
 def _bound_exit() -> None:
-    """Has the kernel end this process where the interpreter takes longer than `TEARDOWN_S` to end.
+    """Has the kernel end this process if the interpreter takes longer than `TEARDOWN_S` to end.
 
-    No thread of Python's can by then, and what is freed at the end may wait for a device whose collective never ends.
+    Python's threads cannot run by then, and freeing memory may wait for a device whose collective never ends.
     """
     if hasattr(signal, "alarm"):  # not on Windows
         atexit.unregister(_set_alarm)
@@ -236,16 +237,11 @@ def _set_alarm() -> None:
     signal.alarm(math.ceil(failure.TEARDOWN_S))
 
 
-def _settle_at_exit() -> None:
-    """Has this process wait a moment before the interpreter ends, once, however often this is called.
-
-    A thread of gloo drops the tensors of the last collective only after it has told the caller that the collective is
-    done. If it needs the interpreter for that while the interpreter ends, it is ended too, from within C++, and the
-    process aborts with "terminate called without an active exception".
-    """
-    atexit.unregister(_settle)
-    atexit.register(_settle)
-
-
 def _settle() -> None:
+    """Waits a moment before the interpreter ends, for gloo's threads to drop the tensors of the last collective.
+
+    A thread of gloo drops these tensors only after it has told the caller that the collective is done. If the thread
+    asks for the interpreter while the interpreter ends, Python ends the thread from within C++, and the process aborts
+    with "terminate called without an active exception".
+    """
     time.sleep(SETTLE_S)

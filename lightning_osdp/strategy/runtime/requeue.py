@@ -1,4 +1,4 @@
-"""SLURM's signal shortly before a job's time is up: all ranks save between two batches, and the job is queued again."""
+"""Requeueing of SLURM jobs: on the signal before a job's time is up, all ranks save between the same two batches."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_osdp.strategy.runtime.all_ranks import broadcast_number
 class RequeueTogether(pl.Callback):
     """Calls Lightning's handler of the signal on all ranks, between the same two batches, once rank 0 has received it.
 
-    The handler itself would save from wherever each rank happens to be: one that waits in a collective runs none, and
-    one in a forward would free the parameters that it computes with.
+    By itself the handler would save wherever each rank happens to be. A rank that waits in a collective runs no
+    handler, and a rank in forward would free parameters that it computes with.
     """
 
-    reads_parameters = False  # to save reshards by itself: units need not be before every batch's end
+    reads_parameters = False  # so units are not resharded at the end of each batch for this callback
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._signals: _SignalConnector = trainer._signal_connector
@@ -31,12 +31,12 @@ class RequeueTogether(pl.Callback):
 
     @staticmethod
     def is_needed(trainer: pl.Trainer) -> bool:
-        """Whether Lightning queues this job again."""
+        """Tells whether Lightning requeues this job."""
         environment = trainer._accelerator_connector.cluster_environment
         return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
 
     def end(self, trainer: pl.Trainer) -> None:
-        """Leaves the Trainer as it was without this."""
+        """Removes this callback from the Trainer, and restores Lightning's handler."""
         callbacks = all_callbacks(trainer)
         callbacks[:] = [callback for callback in callbacks if callback is not self]
         vars(self._signals).pop("_slurm_sigusr_handler_fn", None)
@@ -56,7 +56,7 @@ class RequeueTogether(pl.Callback):
 
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        # in a fit after the validation: a checkpoint does not tell how far one has come
+        # in a fit only between training batches: a checkpoint has no progress of a validation
         if trainer.state.fn != TrainerFn.FITTING:
             self._between_batches()
 
