@@ -1,1 +1,1 @@
-"""Callbacks that watch a training under a plan."""
+"""Callbacks that watch training under a plan."""

@@ -1,7 +1,7 @@
-"""The peak of live bytes in a training step: counted on CPU, the caching allocator's own on CUDA.
+"""Peak of live bytes in a training step: counted on CPU, reported by the caching allocator on CUDA.
 
-What is alive in a step is of two groups. The plan predicts one of them: model, gradients, optimizer state, averages,
-the batch, and what the step makes. The other is all else that has come alive since the fit began, whoever holds it.
+Live tensors are of two groups. The plan predicts the first: model, gradients, optimizer state, averages, the batch, and
+tensors that the step makes. The second are all other tensors that were made since the fit began.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.optimizers import states_of
-from lightning_osdp.profiler import Census, LiveBytes
+from lightning_osdp.profiler import Census, LiveBytes, tensors_in
 
 T = TypeVar("T", bound=pl.Callback)
 
 WARM_UP_STEPS = 2
-"""Optimizer steps that are not measured: allocations, optimizer state and first-call work happen in them."""
+"""Number of first optimizer steps that are not measured: first calls allocate, and optimizers make their states."""
 COUNTED_STEPS = 3
-"""Steps after them whose live bytes are counted on CPU, as later ones are with a batch larger than any of theirs.
+"""Number of steps after warm-up whose live bytes are counted on CPU; later steps are, too, if their batch is larger.
 
-Counting is slow, so nothing else is measured in them. Of steps with batches of one size the least peak is taken: a
-thread of gloo may hold a tensor of the last collective a moment longer than the step does."""
+Counting is slow, so nothing else is measured in these steps. The least peak of steps with equal batches is taken: a
+thread of gloo may hold a tensor of the last collective a moment longer than the step does.
+"""
 
 
 class PeakCounter:
-    """Peak of live bytes on this rank, in the steps after `WARM_UP_STEPS`."""
+    """Counter of the peak of live bytes on this rank, in the steps after `WARM_UP_STEPS`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,31 +42,31 @@ class PeakCounter:
         self._others_bytes: list[int] = []
         self._num_elements = 0
         self.steps: Sequence[int] = ()
-        """Numbers of the steps that were counted, from one."""
+        """Numbers, from one, of the steps that were counted."""
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak, so far on CUDA; None before it is known. On CPU it is of what the plan predicts."""
+        """Peak so far; None before a step was counted. On CPU it has the tensors that the plan predicts only."""
         return max(map(min, self._peaks_bytes.values()), default=None)
 
     @property
     def allocator(self) -> AllocatorPeaks | None:
-        """What else the allocator says of the same steps; None on CPU, and before there are any."""
+        """Other numbers of the allocator for these steps; None on CPU, and before there are any."""
         return None if self._allocator is None or not self._peaks_bytes else self._allocator.peaks
 
     @property
     def other_bytes(self) -> int | None:
-        """What lived beside that in the counted steps, at most; None where it is not counted."""
+        """Most bytes alive before a counted step that the plan does not predict; None if nothing was counted."""
         return max(self._others_bytes, default=None)
 
     @property
     def is_counting(self) -> bool:
-        """Whether the step that goes on is slowed down by counting."""
+        """True if the current step is slowed down by counting."""
         return self._live is not None
 
     def start(self, trainer: pl.Trainer, batch: Any, *, num_steps: int) -> None:
-        """A batch begins after so many optimizer steps."""
-        self.stop()  # of a batch that was skipped nobody says that it ends
+        """Begins a batch, after so many optimizer steps."""
+        self.stop()  # a hook may have skipped the last batch, which then does not end
         if self._allocator is not None and num_steps >= WARM_UP_STEPS:
             self._allocator.start()
         num_elements = elements_in(batch) if self._device.type == "cpu" else 0
@@ -83,14 +83,14 @@ class PeakCounter:
             self._live.__enter__()
 
     def stop(self) -> None:
-        """The batch ends, or training does: between micro-batches the loader works, whose tensors do not count."""
+        """Ends a batch, or training; the tensors that a loader makes between micro-batches do not count."""
         if self._live is not None and self._live.is_active:
             self._live.__exit__(None, None, None)
         if self._allocator is not None:
             self._allocator.stop()
 
     def end_step(self, *, num_steps: int) -> None:
-        """The batches since the last call were one optimizer step, after so many others."""
+        """Ends an optimizer step, after so many others, that had all batches since the last call."""
         if self._live is not None:
             self._peaks_bytes.setdefault(self._num_elements, []).append(self._live.peak_bytes)
             self.steps = (*self.steps, num_steps + 1)
@@ -102,41 +102,41 @@ class PeakCounter:
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorPeaks:
-    """The most over some batches; what lies between batches, such as validation and checkpoints, does not count."""
+    """Peaks of the CUDA caching allocator over batches; validation and checkpoints between batches do not count."""
 
     requested_bytes: int = 0
-    """Asked for at once: what plans predict. Tensors that were freed, but that another stream still reads, count."""
+    """Most bytes requested at once, which plans predict; a freed tensor counts while another stream reads it."""
     active_bytes: int = 0
-    """The same with the allocator's rounding."""
+    """Most requested bytes with the allocator's rounding."""
     reserved_bytes: int = 0
-    """Taken of the device, in use or not."""
+    """Most bytes taken from the device, in use or not."""
     num_retries: int = 0
-    """How often memory was short until the allocator had given back all that it cached; everything waits for that."""
+    """Number of times that the allocator had to return its cache to the device for memory, which blocks the device."""
 
 
 class AllocatorWatch:
-    """Peaks of a CUDA device's allocator, each batch by itself; `peaks` has what was found so far.
+    """Watch of the allocator's peaks on a CUDA device, by batch; the attribute `peaks` has the largest so far.
 
-    The allocator's own peaks begin anew with each batch, also for others who read them.
+    The watch resets the allocator's own peaks at the beginning of each batch, for all who read them.
     [Unvalidated on CUDA: written after torch's sources, and tested with numbers in place of the allocator.]
 
     References:
-        torch/cuda/memory.py (``memory_stats``) names and explains the numbers. Where the allocator is CUDA's own
-        (``backend:cudaMallocAsync``), it knows of what is allocated and reserved only.
+        torch/cuda/memory.py (``memory_stats``) names and explains the numbers. CUDA's own allocator
+        (``backend:cudaMallocAsync``) reports allocated and reserved bytes only.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._retries_before: int | None = None  # while a batch runs
+        self._retries_before: int | None = None  # None between batches
         self.peaks = AllocatorPeaks()
 
     def start(self) -> None:
-        """A batch begins."""
+        """Begins a batch."""
         torch.cuda.reset_peak_memory_stats(self._device)
         self._retries_before = torch.cuda.memory_stats_as_nested_dict(self._device)["num_alloc_retries"]
 
     def stop(self) -> None:
-        """The batch ends, if one has begun. Memory is allocated ahead of the device: nothing waits for it."""
+        """Ends the batch, if one has begun; does not wait for the device, since memory is allocated ahead of it."""
         if self._retries_before is None:
             return
         stats, before = torch.cuda.memory_stats_as_nested_dict(self._device), self.peaks
@@ -151,7 +151,7 @@ class AllocatorWatch:
 
 
 def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterable[Tensor]:
-    """Tensors that live between steps: shards, their gradients, state of the optimizers, buffers."""
+    """Yields tensors that live between steps: shards, their gradients, optimizer states and buffers."""
     assert model is not None
     for parameter in model.parameters():
         yield parameter.data
@@ -164,7 +164,7 @@ def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterab
 
 
 def planned_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
-    """Tensors that live between the steps of a fit and that its plan predicts: `living_tensors` and averages."""
+    """Yields tensors that live between the steps of a fit and that its plan predicts: `living_tensors` and averages."""
     yield from living_tensors(trainer.model, trainer.optimizers)
     for callback in callbacks_of(trainer, WeightAveraging):
         if callback._average_model is not None:
@@ -172,10 +172,10 @@ def planned_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
 
 
 def other_tensors(trainer: pl.Trainer, *, besides: Iterable[Tensor] = ()) -> list[Tensor]:
-    """One tensor of each storage that has come alive since the fit began and that its plan does not predict.
+    """Lists one tensor of each storage that was made since the fit began and that its plan does not predict.
 
-    Callbacks and modules keep such tensors, and loaders have read ahead. Empty where the strategy took no census.
-    `besides` are left out, such as the batch.
+    Callbacks and modules keep such tensors, and loaders read ahead. Tensors ``besides`` are left out, such as the
+    batch. The list is empty where the strategy took no census.
     """
     census = getattr(trainer.strategy, "census", None)
     if not isinstance(census, Census):
@@ -184,21 +184,16 @@ def other_tensors(trainer: pl.Trainer, *, besides: Iterable[Tensor] = ()) -> lis
 
 
 def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    """The list that a Trainer goes through."""
+    """List of callbacks that a Trainer iterates over."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return callbacks
 
 
 def callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:
-    """Those of this kind that a Trainer has."""
+    """Callbacks of a class that a Trainer has."""
     return [callback for callback in all_callbacks(trainer) if isinstance(callback, kind)]
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Those in nested lists, tuples and dicts."""
-    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-
-
 def elements_in(values: Any) -> int:
-    """How many numbers they have."""
+    """Number of elements of all tensors in nested values."""
     return sum(tensor.numel() for tensor in tensors_in(values))

@@ -1,4 +1,4 @@
-"""Measures what the plan predicted while training goes on: step time, samples/s and peak memory."""
+"""Measurement of step time, samples/s and peak memory in training, for comparison with the plan's predictions."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ import torch
 from rich.console import RenderableType
 from typing_extensions import override
 
-from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, PeakCounter, tensors_in
+from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, PeakCounter
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.profiler import tensors_in
 from lightning_osdp.profiler.machine.stopwatch import Mark, between_s, mark, synchronize
 from lightning_osdp.report.tables import comparison_table, show
 
 _KEPT_STEPS = 1000
-"""Latest steps that the medians of the final table are taken over."""
+"""Number of latest steps that the medians of the final table are taken over."""
 _REFRESH_S = 1.0
-"""Seconds between two values in the progress bar where logging comes less often: each costs about a millisecond."""
+"""Seconds between updates of the progress bar that logging does not cause; an update takes about a millisecond."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on this rank; None where training was too short."""
+    """Measurements of this rank; None where training was too short."""
 
     step_time_s: float | None = None
     samples_per_s: float | None = None
     peak_bytes: int | None = None
-    """On CPU of what the plan predicts."""
+    """Peak of live bytes; on CPU of tensors that the plan predicts."""
     other_bytes: int | None = None
-    """Other tensors that were alive in the counted steps; None on CUDA, whose peak includes them."""
+    """Bytes of other tensors that were alive in the counted steps; None on CUDA, whose peak includes them."""
     allocator: AllocatorPeaks | None = None
-    """What else the allocator says on CUDA; None on CPU."""
+    """Other numbers of the CUDA caching allocator; None on CPU."""
 
 
 class PlanMonitor(pl.Callback):
-    """Logs measured step time, samples/s and peak memory, and prints them beside the plan's predictions in the end.
+    """Logs measured step time, samples/s and peak memory; prints them beside the plan's predictions when fit ends.
 
-    `OSDPStrategy` adds one by itself; give the Trainer another to choose the options. These are logged to all loggers
-    of the trainer every ``log_every_n_steps``, and those marked (*) are shown in the progress bar:
+    `OSDPStrategy` adds a monitor by itself; give the Trainer another one to choose the options. These values are logged
+    to all loggers of the trainer every ``log_every_n_steps``. Values marked (*) are shown in the progress bar:
 
     - ``osdp/step_time_s`` (*): seconds of one optimizer step without loading, validation and logging, as the mean of
-      all steps since it was logged last.
+      all steps since the value was logged last.
     - ``osdp/samples_per_s`` (*): samples of all ranks in a second of these steps.
-    - ``osdp/peak_bytes``: peak of live bytes on rank 0, exact on CPU, what was requested of the caching allocator on
-      CUDA. On CPU these are the bytes that the plan predicts; other tensors, such as a callback keeps, have a line of
-      their own in the end, if they take a hundredth of that. The first step that takes more than the limit is told of
-      at once.
-    - ``osdp/active_bytes``, ``osdp/reserved_bytes``, ``osdp/allocation_retries``: the allocator's on CUDA, see
-      `AllocatorPeaks`. The first retry is told of at once. Its peaks begin anew with each batch.
+    - ``osdp/peak_bytes``: peak of live bytes on rank 0, exact on CPU, requested from the caching allocator on CUDA. On
+      CPU only tensors that the plan predicts count; other tensors, such as a callback keeps, have their own line in
+      the final table if they take a hundredth of the peak. The first step over the memory limit causes a warning.
+    - ``osdp/active_bytes``, ``osdp/reserved_bytes``, ``osdp/allocation_retries``: numbers of the allocator on CUDA, see
+      `AllocatorPeaks`. The first retry causes a warning. The allocator's peaks are reset at each batch.
     - ``osdp/step_time_ratio`` (*), ``osdp/peak_ratio`` (*): measured over predicted, if the plan has a prediction.
 
-    The first steps are left out, and on CPU those in which bytes are counted. Training never waits for a measurement,
-    and checkpoints hold nothing of it.
+    The first steps are left out, and on CPU the steps in which bytes are counted. Training never waits for a
+    measurement. The monitor adds nothing to checkpoints.
 
     Args:
-        progress_bar: whether to show them in the progress bar.
-        logger: whether to log them.
+        progress_bar: True shows values in the progress bar.
+        logger: True logs values.
 
     Raises:
         ConfigurationError: fit runs under a strategy without a plan.
@@ -72,7 +72,7 @@ class PlanMonitor(pl.Callback):
 
     def __init__(self, *, progress_bar: bool = True, logger: bool = True) -> None:
         self._progress_bar, self._logger = progress_bar, logger
-        self._plan: Plan | None = None  # until training begins
+        self._plan: Plan | None = None  # None until training begins
         self._latest: dict[str, float] = {}
 
     def _begin(self, trainer: pl.Trainer, plan: Plan) -> None:
@@ -88,12 +88,12 @@ class PlanMonitor(pl.Callback):
 
     @property
     def latest(self) -> dict[str, float]:
-        """What was logged last, by name."""
+        """Values that were logged last, by name."""
         return dict(self._latest)
 
     @property
     def measured(self) -> Measured:
-        """What has been measured so far in this fit: medians over the latest steps, and the peak."""
+        """Measurements of this fit so far: medians over the latest steps, and the peak."""
         if self._plan is None:
             return Measured()
         step_time_s = median(seconds for seconds, _ in self._steps) if self._steps else None
@@ -107,7 +107,7 @@ class PlanMonitor(pl.Callback):
         )
 
     def comparison(self) -> RenderableType:
-        """Table of what was predicted beside what was measured on this rank."""
+        """Makes a table of predictions beside measurements of this rank."""
         assert self._plan is not None
         measured, more = self.measured, {}
         if measured.allocator is not None:
@@ -140,7 +140,7 @@ class PlanMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         plan = getattr(trainer.strategy, "plan", None)
-        if plan is not None and plan is not self._plan:  # it was changed since: what was measured is not of this one
+        if plan is not None and plan is not self._plan:  # `change_plan` was called: measurements are of the old plan
             self._begin(trainer, plan)
         self._peak.start(trainer, batch, num_steps=self._num_steps)
         self._clock.start()
@@ -152,7 +152,7 @@ class PlanMonitor(pl.Callback):
         self._clock.stop(num_samples=num_samples(batch))
         self._peak.stop()
         if trainer.global_step == self._global_step:
-            return  # gradients accumulate: the optimizer step is yet to come
+            return  # gradients accumulate, and the optimizer step comes later
         self._global_step = trainer.global_step
         self._clock.end_step(counts=self._num_steps >= WARM_UP_STEPS and not self._peak.is_counting)
         self._peak.end_step(num_steps=self._num_steps)
@@ -163,11 +163,11 @@ class PlanMonitor(pl.Callback):
         if is_due or time.perf_counter() - self._shown_s > _REFRESH_S:
             self._log(pl_module)
             self._shown_s = time.perf_counter()
-        if is_due:  # ranks end their steps together, so that none needs to ask the others
+        if is_due:  # true on all ranks at once, as they end steps together
             self._unlogged = []
 
     def _warn_over_limit(self, trainer: pl.Trainer) -> None:
-        """Says at once, and once, that a step took more than it may."""
+        """Warns, once, of the first step over the memory limit."""
         assert self._plan is not None
         peak_bytes, limit_bytes = self._peak.peak_bytes or 0, self._plan.memory_limit_bytes
         if peak_bytes > limit_bytes and not self._is_over:
@@ -180,14 +180,14 @@ class PlanMonitor(pl.Callback):
             )
 
     def _warn_of_retries(self, trainer: pl.Trainer) -> None:
-        """The same where the allocator had to begin anew."""
-        found = self._peak.allocator
-        if found is not None and found.num_retries and not self._has_retried:
+        """Warns, once, of the first step in which the allocator returned its cache to the device."""
+        peaks = self._peak.allocator
+        if peaks is not None and peaks.num_retries and not self._has_retried:
             self._has_retried = True
             warnings.warn(
                 f"OSDP: in step {self._num_steps + 1} memory of rank {trainer.global_rank} was short until its"
                 " allocator had given back what it cached, for which the device stops:"
-                f" {format_bytes(found.active_bytes)} were in use at most, and {format_bytes(found.reserved_bytes)}"
+                f" {format_bytes(peaks.active_bytes)} were in use at most, and {format_bytes(peaks.reserved_bytes)}"
                 " reserved. Pass a lower memory_limit, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against"
                 " fragmentation.",
                 stacklevel=2,
@@ -223,7 +223,7 @@ class PlanMonitor(pl.Callback):
             is_logged = self._logger and bool(pl_module.trainer.loggers)  # Lightning warns where there is none
             pl_module.log(
                 name,
-                # of a number Lightning would make a tensor on the device, and training would wait for the copy
+                # Lightning would copy a number to the device, and training would wait for the copy
                 torch.tensor(value, dtype=torch.float64, device="cpu"),
                 on_step=True,
                 on_epoch=False,
@@ -241,15 +241,15 @@ class PlanMonitor(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._plan is not None:  # an error before the first step comes here, too
+        if self._plan is not None:  # None where the error came before training
             self._peak.stop()
 
 
 class StepClock:
-    """Times each optimizer step's batches, added up, without ever waiting for the device.
+    """Clock of optimizer steps that sums the seconds of their batches and never waits for the device.
 
-    On CUDA, events mark when the device, not Python, begins and ends a batch; a step is told once it is behind them.
-    Elsewhere operations have ended when they return, so Python's clock does.
+    On CUDA, events mark when the device, not Python, begins and ends a batch; a step is finished once the device has
+    passed its events. On CPU, operations have ended when they return, and Python's clock is read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -258,35 +258,35 @@ class StepClock:
         self._spans: list[tuple[Mark, Mark]] = []
         self._num_samples = 0
         self._ended: deque[tuple[list[tuple[Mark, Mark]], int]] = deque()
-        """Spans and samples of each step that is to be told."""
+        """Spans and samples of each step that `finished` has not yielded."""
 
     def start(self) -> None:
-        """A batch begins."""
+        """Begins a batch."""
         self._begin = mark(self._device)
 
     def stop(self, *, num_samples: int) -> None:
-        """The batch that was started ends."""
+        """Ends the batch that was begun."""
         assert self._begin is not None
         self._spans.append((self._begin, mark(self._device)))
         self._num_samples += num_samples
         self._begin = None
 
     def end_step(self, *, counts: bool = True) -> None:
-        """The batches since the last call were one optimizer step, to be told if it counts."""
+        """Ends an optimizer step that had all batches since the last call; `finished` yields it only if it counts."""
         if counts:
             self._ended.append((self._spans, self._num_samples))
         self._spans, self._num_samples = [], 0
 
     def finished(self, *, wait: bool = False) -> Iterator[tuple[float, int]]:
-        """Seconds and samples of each step that was not told yet, oldest first, as far as the device has come.
+        """Yields seconds and samples of each new step that the device has finished, oldest first.
 
-        With ``wait`` it comes to the end, for which training itself must never wait.
+        With ``wait`` the device finishes all steps first; do not wait while training goes on.
         """
         if wait:
             synchronize(self._device)
         while self._ended:
             spans, num_samples = self._ended[0]
-            last = spans[-1][1]  # events of one stream pass in order, so it speaks for all
+            last = spans[-1][1]  # events of one stream pass in order
             if not isinstance(last, float) and not last.query():
                 return
             self._ended.popleft()
@@ -294,6 +294,6 @@ class StepClock:
 
 
 def num_samples(batch: Any) -> int:
-    """What Lightning takes for a batch's size: the first dimension of its first tensor."""
+    """Number of samples in a batch: the first dimension of its first tensor, as Lightning's logging counts."""
     first = next(tensors_in(batch), None)
     return 1 if first is None or first.dim() == 0 else len(first)

@@ -1,4 +1,4 @@
-"""A step that each rank takes alone before the first; all change to plans with less memory until it fits on each."""
+"""Memory dry run: a step that each rank takes alone before training, under plans with less and less memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.callbacks.peak import other_tensors, planned_tensors, tensors_in
+from lightning_osdp.callbacks.peak import other_tensors, planned_tensors
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.optimizers import copied, states_of
-from lightning_osdp.profiler import Census, LiveBytes, empty_cache, is_out_of_memory, loss_in, raise_if_fatal, untouched
+from lightning_osdp.profiler import (
+    Census,
+    LiveBytes,
+    empty_cache,
+    is_out_of_memory,
+    loss_in,
+    raise_if_fatal,
+    tensors_in,
+    untouched,
+)
 from lightning_osdp.scheduler import freeable_bytes, in_micro_batches, with_less_memory
 from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.batching.first_batch import first_batch, read_once_source
@@ -36,25 +45,27 @@ from lightning_osdp.strategy.runtime.error_texts import place_of_shortage
 from lightning_osdp.strategy.sharding.units import Units
 
 MAX_TRIES = 4
-"""Plans that are tried after the first: half of what is kept is given up, half of the rest, all of it; what is left are
-smaller micro-batches."""
+"""Plans that are tried after the first one.
+
+Two of them give up half of the bytes kept between steps, the third all of them, and the last has smaller micro-batches.
+"""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run on one rank came to."""
+    """Result of a dry run on one rank."""
 
     place: str = ""
-    """Where in the step memory ran out, if it did."""
+    """Place in the step where memory ran out, if it did."""
     error: str = ""
-    """What was said then, or why the step could not be taken for another reason."""
+    """Text of the error, which may have another cause than memory."""
 
 
 def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
-    """Takes a dry run on all ranks, and changes to plans with less memory until a step fits on each of them.
+    """Runs a step dry on all ranks, and changes to plans with less memory until the step fits on each rank.
 
     Raises:
-        InfeasibleError: none is left to try; the text says which rank ran out of memory, where, and what would help.
+        InfeasibleError: no plan is left to try; the text says which rank ran out of memory, where, and what would help.
     """
     model, division = units.model, units.division
     assert model is not None
@@ -63,20 +74,20 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
         assert plan is not None
         dry_runs = in_step(partial(run_dry, trainer, model.sharded), stage="dry run")
         _log_result(dry_runs, time.perf_counter() - began_s)
-        failed = next(((rank, each) for rank, each in enumerate(dry_runs) if each.place), None)
+        failed = next(((rank, dry_run) for rank, dry_run in enumerate(dry_runs) if dry_run.place), None)
         if failed is None:
             return
-        rank, found = failed
+        rank, dry_run = failed
         lower = on_rank_zero(partial(_next_plan, trainer, plan, division, tries_left))
         if lower is None:
             raise InfeasibleError(
                 f"Expected a step in micro-batches of {plan.micro_batch_size} to fit on every rank, but in the dry run"
-                f" rank {rank} ran out of memory in {found.place}: {found.error}. No plan with less memory is left"
+                f" rank {rank} ran out of memory in {dry_run.place}: {dry_run.error}. No plan with less memory is left"
                 " to try. Use a smaller batch, more ranks or, where tensors are counted, a higher memory_limit;"
                 " OSDPStrategy(dry_run=False) trains without trying first."
             )
-        note = f"dry run: rank {rank} ran out of memory in {found.place}, so {_change_text(plan, lower)}"
-        rank_zero_warn(f"OSDP: {note}. ({found.error})")
+        note = f"dry run: rank {rank} ran out of memory in {dry_run.place}, so {_change_text(plan, lower)}"
+        rank_zero_warn(f"OSDP: {note}. ({dry_run.error})")
         if workload_of(lower) != workload_of(plan):
             division.divide(trainer, workload_of(lower))
         lower = dataclasses.replace(lower, notes=(*plan.notes, note))
@@ -85,22 +96,22 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
 
 
 def _log_result(dry_runs: Sequence[DryRun], took_s: float) -> None:
-    failed = next(((rank, each.error) for rank, each in enumerate(dry_runs) if each.error and not each.place), None)
+    failed = next((rank for rank, dry_run in enumerate(dry_runs) if dry_run.error and not dry_run.place), None)
     if failed is None:
         rank_zero_info(f"OSDP: dry run of an optimizer step on each rank alone, in {format_seconds(took_s)}")
     else:
-        rank_zero_info(f"OSDP: no dry run of a step on rank {failed[0]}, so training begins: {failed[1]}")
+        rank_zero_info(f"OSDP: no dry run of a step on rank {failed}, so training begins: {dry_runs[failed].error}")
 
 
 def _next_plan(trainer: pl.Trainer, plan: Plan, division: Division, tries_left: int) -> Plan | None:
-    """The next plan to try."""
+    """Makes the next plan to try; None if there is none."""
     if tries_left == 0:
         return None
     kept_bytes = freeable_bytes(plan)
     lower = with_less_memory(plan, kept_bytes if tries_left == 2 else kept_bytes // 2)
     if lower is not None:
         return lower
-    # A run that is resumed counts in micro-batches of the size that it had.
+    # a resumed run must keep the micro-batches that its checkpoint counts in
     workload = None if trainer.ckpt_path is not None else division.smaller
     return None if workload is None else in_micro_batches(plan, workload)
 
@@ -110,25 +121,25 @@ def _change_text(plan: Plan, lower: Plan) -> str:
         return f"micro-batches have {lower.micro_batch_size} samples instead of {plan.micro_batch_size}"
     units = sum(unit != other for unit, other in zip(plan.units, lower.units, strict=True))
     blocks = len(lower.blocks) - len(plan.blocks)
-    told = [f"{units} {'unit keeps' if units == 1 else 'units keep'} less"] if units else []
-    told += [f"{blocks} {'block recomputes' if blocks == 1 else 'blocks recompute'}"] if blocks else []
+    changes = [f"{units} {'unit keeps' if units == 1 else 'units keep'} less"] if units else []
+    changes += [f"{blocks} {'block recomputes' if blocks == 1 else 'blocks recompute'}"] if blocks else []
     freed = format_bytes(freeable_bytes(plan) - freeable_bytes(lower))
-    return f"{' and '.join(told)}, {freed} together"
+    return f"{' and '.join(changes)}, {freed} together"
 
 
 def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
-    """Takes an optimizer step like those to come, without the other ranks, and leaves nothing of it.
+    """Runs an optimizer step like those of training, without the other ranks, and undoes all its effects.
 
-    The gradients of a step before are alive, and so is the state of optimizers: where there is none yet, a copy of the
-    optimizer steps on gradients of zero, and weights are put back from a copy on the host. On CPU tensors are counted,
-    those that no plan predicts too, and more than the memory limit of the plan counts as out of memory.
+    Gradients of an earlier step and optimizer states are alive, as in training. Where an optimizer has no state yet, a
+    copy of it steps on gradients of zero, and weights are then restored from a copy on the host. On CPU all live
+    tensors are counted, also those that no plan predicts, and a step over the plan's memory limit is out of memory.
 
-    An error of another kind says nothing of memory, as what units gather is wrong; one after which the device computes
-    nothing any more is raised.
+    All-gathers bring wrong values here, as other ranks take no part, so other errors say nothing about memory and are
+    only reported. An error that breaks the device is raised.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     assert isinstance(strategy, FSDPStrategy)
-    others = other_tensors(trainer)  # before there are copies that no other step has
+    others = other_tensors(trainer)  # counted before the dry run makes copies
     with (
         sharded.alone(),
         untouched(sharded.module, left_out=sharded.shards),
@@ -136,26 +147,26 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
         torch.autograd.set_detect_anomaly(False),
     ):
         try:
-            found = _run_step(trainer, strategy, sharded, others)
+            result = _run_step(trainer, strategy, sharded, others)
         except Exception as error:
             raise_if_fatal(error)
-            found = DryRun(error=f"{type(error).__name__}: {error}")
-    if found.place:
-        gc.collect()  # what the error held
-        # a step that was broken off may leave tensors until the next one
+            result = DryRun(error=f"{type(error).__name__}: {error}")
+    if result.place:
+        gc.collect()  # the error's traceback has kept tensors in reference cycles
+        # an interrupted step may leave tensors until the next one
         census = getattr(strategy, "census", None)
         if isinstance(census, Census):
             census.ignore(other_tensors(trainer, besides=others))
     empty_cache(strategy.root_device)
-    return found
+    return result
 
 
 def _run_step(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, others: Sequence[Tensor]) -> DryRun:
-    """Takes the step, and says where memory ran out, if it did; other errors are raised."""
+    """Runs the step and tells where memory ran out, if it did; raises other errors."""
     batch = _next_batch(trainer)
     fresh = [_fresh_optimizer(optimizer) for optimizer in strategy.optimizers if not any(states_of(optimizer))]
     counted = None
-    if strategy.root_device.type == "cpu":  # where nothing else limits live tensors
+    if strategy.root_device.type == "cpu":  # a GPU's allocator enforces a limit by itself
         assert sharded.plan is not None
         counted = LiveBytes("cpu", memory_limit_bytes=sharded.plan.memory_limit_bytes)
         counted.track([*planned_tensors(trainer), *tensors_in(batch), *others])
@@ -176,13 +187,13 @@ def _run_step(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel
 
 
 def _fresh_optimizer(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same parameters with a state of its own."""
+    """Copies an optimizer for the same parameters; the copy has a state of its own."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return copied(optimizer, {id(parameter): parameter for parameter in parameters})
 
 
 def _run_micro_batches(trainer: pl.Trainer, strategy: FSDPStrategy, batch: Any) -> None:
-    """Micro-batches of an optimizer step, as Lightning's automatic optimization runs them."""
+    """Runs the micro-batches of an optimizer step as Lightning's automatic optimization does."""
     module, number = trainer.lightning_module, trainer.accumulate_grad_batches
     for index in range(number):
         with nullcontext() if index == number - 1 else strategy.block_backward_sync():
@@ -196,7 +207,7 @@ def _run_micro_batches(trainer: pl.Trainer, strategy: FSDPStrategy, batch: Any) 
 
 
 def _next_batch(trainer: pl.Trainer) -> Any:
-    """One that training begins with; neither loaders nor random numbers are different afterwards."""
+    """Reads the batch that training begins with; loaders and random numbers stay as they are."""
     ahead = getattr(trainer.fit_loop._data_fetcher, "batches", None)
     if ahead:
         return ahead[0][0]

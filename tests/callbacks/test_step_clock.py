@@ -1,11 +1,13 @@
 """The clock, with events of a made-up device whose time is set by hand."""
 
 import time
+from collections import UserDict
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from lightning_osdp.callbacks.plan_monitor import StepClock
+from lightning_osdp.callbacks.plan_monitor import StepClock, num_samples
 
 
 class Device:
@@ -103,3 +105,15 @@ def test_on_cpu_a_batch_has_ended_when_it_returns(monkeypatch):
     batch(clock)
     clock.end_step()
     assert list(clock.finished(wait=True)) == [(0.75, 8)]
+
+
+@dataclass
+class Tokens:
+    ids: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, Tokens])
+def test_samples_are_counted_in_batches_of_any_kind(kind):
+    """A `BatchEncoding` of transformers is a UserDict."""
+    assert num_samples(kind(ids=torch.ones(3, 2))) == 3
+    assert num_samples(torch.ones(())) == 1
