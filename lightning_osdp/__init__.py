@@ -1,6 +1,6 @@
 """Optimal sharded data parallel training for PyTorch Lightning; importing it registers ``strategy="osdp"``.
 
-What needs torch or Lightning is imported when it is first asked for: planning and `lightning-osdp` need neither.
+Names that need torch or Lightning are imported at first use: planning and `lightning-osdp` need neither.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _LATER = {
     "measure_cluster": "profiler",
     "profile_model": "profiler",
 }
-"""Public name -> the part of the package that has it, which imports torch."""
+"""Public name -> module of the package that defines it and imports torch."""
 
 register()
 
@@ -81,9 +81,9 @@ register()
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
-    globals()[name] = found
-    return found
+    value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""What can go wrong, as types: every error that this package raises on purpose derives from `OSDPError`."""
+"""Errors that this package raises on purpose; all derive from `OSDPError`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class OSDPError(Exception):
 
 
 class ConfigurationError(OSDPError, ValueError):
-    """An option has a value that cannot be used, or two options contradict each other."""
+    """An option has an impossible value, or two options contradict each other."""
 
 
 class InfeasibleError(OSDPError):
@@ -20,7 +20,7 @@ class InfeasibleError(OSDPError):
 
 
 class PlanMismatchError(OSDPError):
-    """A plan does not belong to this model or to this number of ranks; the text names the first differences."""
+    """A plan was made for another model or another number of ranks; the text names the first differences."""
 
 
 class PlanFormatError(OSDPError, ValueError):
@@ -28,11 +28,11 @@ class PlanFormatError(OSDPError, ValueError):
 
 
 class ProfileError(OSDPError):
-    """The model cannot be profiled, and therefore cannot be planned; the text says why and what to do."""
+    """A model cannot be profiled, so no plan can be made; the text says why and what to do."""
 
 
 class RanksApartError(OSDPError):
-    """Ranks diverged: they were to do the same and did not, or one of them failed; all ranks stop."""
+    """Ranks do different things, or one of them failed, so that all ranks stop."""
 
 
 class UntraceableError(ProfileError):
@@ -40,4 +40,4 @@ class UntraceableError(ProfileError):
 
 
 class ShardedParameterError(OSDPError, RuntimeError):
-    """The values of a whole parameter are read on a rank that has a shard of it; the text says where to read them."""
+    """User code reads a whole parameter on a rank that has a shard; the text says where to read whole values."""

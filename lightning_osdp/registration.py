@@ -1,7 +1,8 @@
-"""The strategy's names for ``Trainer(strategy=...)``, which Lightning has as soon as it is there.
+"""Registration of the strategy's names for ``Trainer(strategy=...)``, at the import of Lightning.
 
-Lightning knows strategies of others by `StrategyRegistry` only, and to import it takes seconds that programs without a
-Trainer need not wait. So names are registered at once where it is imported already, and else when it is.
+Lightning finds strategies of other packages in its `StrategyRegistry`. The import of Lightning takes seconds, and
+programs without a Trainer should not wait for it. So names are registered at once if Lightning is imported already, and
+otherwise when it is imported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 _REGISTRY = "lightning.pytorch.strategies"
 NAMES = {"osdp": "popen", "osdp_spawn": "spawn", "osdp_fork": "fork", "osdp_notebook": "fork"}
-"""Names, as Lightning has them for DDP -> how ranks start."""
+"""Names, by the pattern of Lightning's names for DDP -> how ranks start."""
 
 
 def register() -> None:
@@ -29,12 +30,12 @@ def register() -> None:
 
 
 class _WhenImported(MetaPathFinder):
-    """Leaves it to others to find modules, and does something once some of Lightning's have been run."""
+    """Finder of no module, which registers the strategy after certain modules of Lightning have been executed."""
 
     def __init__(self) -> None:
         self._then: dict[str, Callable[[ModuleType], object]] = {
             _REGISTRY: _register_in,
-            # which finds classes of strategies by their names only where they are imported
+            # LightningCLI finds classes of strategies by name only if they are imported
             "lightning.pytorch.cli": lambda _: _import_strategy(),
         }
 

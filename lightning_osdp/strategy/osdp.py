@@ -215,7 +215,7 @@ class OSDPStrategy(FSDPStrategy):
         if self._checkpoint_io is None:
             self._checkpoint_io = saving.CompleteFiles()
         elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = saving.CompleteFiles()  # its setter keeps a wrapped one
+            self._checkpoint_io.checkpoint_io = saving.CompleteFiles()  # ignored if the user wraps another one
         if isinstance(self.precision_plugin, OSDPPrecision):
             self.precision_plugin.use_device(self.root_device)
 

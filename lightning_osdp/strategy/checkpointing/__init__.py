@@ -1,1 +1,1 @@
-"""Checkpoints and what else is written down: weights, plans, random numbers, averages."""
+"""Checkpoints: weights, plans, random numbers and averages."""

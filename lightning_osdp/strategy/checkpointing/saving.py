@@ -4,8 +4,8 @@ A checkpoint is written at ``<name>.part`` and renamed when all of it is on disk
 the old folder is renamed to ``<stem>.osdp-replaced<suffix>`` until the new one is in place; ``ckpt_path="last"`` finds
 that name, too. A checkpoint to be deleted is renamed to ``<name>.part`` first.
 
-Lightning's ``_atomic_save`` is no substitute. It knows files alone and does not wait for the disk. It moves them from
-the system's temporary folder, and a move to another file system is a copy, which a kill cuts off.
+Lightning's ``_atomic_save`` writes files alone and does not wait for the disk. Its move from the system's temporary
+folder to another file system is a copy, which a kill cuts off.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""From a Trainer about to fit to a plan."""
+"""Planning for a Trainer that is about to fit."""

@@ -1,1 +1,1 @@
-"""The ranks' processes: how they start, agree, fail and end."""
+"""Processes of ranks: their start, agreement, failure and end."""

@@ -22,7 +22,7 @@ class RequeueTogether(pl.Callback):
     handler, and a rank in forward would free parameters that it computes with.
     """
 
-    reads_parameters = False  # so units are not resharded at the end of each batch for this callback
+    reads_parameters = False  # units need not be resharded at the end of each batch
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._signals: _SignalConnector = trainer._signal_connector

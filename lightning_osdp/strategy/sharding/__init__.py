@@ -1,1 +1,1 @@
-"""From a plan to a sharded LightningModule, and what users see of it."""
+"""Sharding of a LightningModule by a plan."""

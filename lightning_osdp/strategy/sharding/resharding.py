@@ -1,4 +1,4 @@
-"""Sharded parameters wherever somebody may look at them: before each hook that a user has written."""
+"""Resharding before each hook of user code, which must find parameters sharded."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ _CALLBACK_HOOKS = tuple(
     for name in vars(pl.Callback)
     if name.startswith("on_") and name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 )
-"""Of callbacks, which a Trainer calls before the hook of the same name of its module."""
+"""Hooks of callbacks; a Trainer calls each before the module's hook of the same name."""
 _NEXT_HOOKS = {"on_before_zero_grad": "optimizer_zero_grad"}
-"""What a Trainer calls of the module after a hook, where units may be gathered still: a user's own may clear gradients
-of all parameters that it finds."""
+"""Hook of callbacks -> hook of the module that a Trainer calls next, where units may still be unsharded.
+
+A user's own ``optimizer_zero_grad`` may clear the gradients of all parameters that it finds.
+"""
 _LIBRARY_MODULES = ("lightning.", "lightning_osdp.")
-"""Modules whose callbacks look at no parameters, or reshard before they do."""
+"""Packages whose callbacks do not read parameters, or reshard before they do."""
 
 
 def reshard_before_hooks(trainer: pl.Trainer, sharded: ShardedModel) -> None:
     """Has a Trainer reshard before each hook that its module or one of its callbacks implements.
 
-    In forward, in an evaluation and between micro-batches units may stay gathered. What a hook changed of them would be
-    lost, and what it read would be of the wrong shape. Call it when all callbacks are there.
+    Units may stay unsharded in forward, in an evaluation and between micro-batches. A hook's changes of unsharded
+    parameters would be lost, and reads would give other shapes. Call it when all callbacks are there.
     """
     callbacks = all_callbacks(trainer)
-    others = [callback for callback in callbacks if not isinstance(callback, Resharding)]
-    # A clock stops before other callbacks validate, log or save.
-    first = [callback for callback in others if isinstance(callback, (SavingTogether, PlanMonitor))]
-    rest = [callback for callback in others if callback not in first]
-    callbacks[:] = [*first, Resharding(sharded), *rest]
+    rest = [callback for callback in callbacks if not isinstance(callback, Resharding)]
+    # PlanMonitor stops its clock before other callbacks validate, log or save; neither of the two reads parameters.
+    first = [callback for callback in rest if isinstance(callback, (SavingTogether, PlanMonitor))]
+    callbacks[:] = [*first, Resharding(sharded), *(callback for callback in rest if callback not in first)]
 
 
 class Resharding(pl.Callback):
-    """Reshards before hooks; before all callbacks that look at parameters."""
+    """Callback that reshards before hooks; it stands before all callbacks that read parameters."""
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
@@ -51,7 +52,7 @@ class Resharding(pl.Callback):
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # in manual optimization the step itself goes on with what gradients are now
+        # in manual optimization training_step goes on after backward and may read gradients
         if not pl_module.automatic_optimization or self._has_users("on_after_backward", trainer):
             self._sharded.after_backward()
         self._before("on_after_backward", trainer)
@@ -65,7 +66,7 @@ class Resharding(pl.Callback):
 
     @override
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        # where a window of micro-batches begins, in automatic optimization: the one before may have had no step
+        # a window of micro-batches begins here in automatic optimization; the window before may have had no step
         self._sharded.forget_gradients()
         self._before("on_before_zero_grad", trainer)
 
@@ -74,7 +75,7 @@ class Resharding(pl.Callback):
             self._sharded.reshard()
 
     def _has_users(self, hook: str, trainer: pl.Trainer) -> bool:
-        """Whether a user's code runs in this hook, or right after it."""
+        """Tells whether user code runs in this hook, or in the one right after it."""
         if hook not in self._is_written:
             names = (hook, _NEXT_HOOKS.get(hook, hook))
             self._is_written[hook] = any(_is_written(name, trainer) for name in names)
@@ -82,14 +83,14 @@ class Resharding(pl.Callback):
 
 
 def _is_written(hook: str, trainer: pl.Trainer) -> bool:
-    """Whether a user's code runs in this hook."""
+    """Tells whether user code runs in this hook."""
     for holder in (*all_callbacks(trainer), trainer.lightning_module):
         if not getattr(holder, "reads_parameters", True):
-            continue  # as its author says, who knows that it does not change them either
-        if hook in vars(holder):  # such as a LambdaCallback's
+            continue  # the callback's author says that it neither reads nor changes parameters
+        if hook in vars(holder):  # LambdaCallback sets hooks on the instance
             return True
         if isinstance(holder, BaseFinetuning) and hook == "on_train_epoch_start":
-            return True  # it looks for parameters to add to optimizers
+            return True  # BaseFinetuning reads parameters there, to add them to optimizers
         owner = next((base.__module__ for base in type(holder).__mro__ if hook in vars(base)), _LIBRARY_MODULES[0])
         if not owner.startswith(_LIBRARY_MODULES):
             return True
