@@ -60,34 +60,27 @@ if TYPE_CHECKING:
 
 __version__ = version("lightning-osdp")
 _LATER = {
-    "AllocatorPeaks": "callbacks.peak",
-    "ComputePrecision": "profiler",
-    "Measured": "callbacks.plan_monitor",
-    "OSDPPrecision": "strategy",
-    "OSDPStrategy": "strategy",
-    "PlanMonitor": "callbacks.plan_monitor",
-    "Together": "profiler",
-    "TrainingStep": "profiler",
-    "apply_plan": "apply",
-    "change_plan": "apply",
-    "measure_cluster": "profiler",
-    "profile_model": "profiler",
+    "apply": ("apply_plan", "change_plan"),
+    "callbacks.peak": ("AllocatorPeaks",),
+    "callbacks.plan_monitor": ("Measured", "PlanMonitor"),
+    "profiler": ("ComputePrecision", "Together", "TrainingStep", "measure_cluster", "profile_model"),
+    "strategy": ("OSDPPrecision", "OSDPStrategy"),
 }
-"""Public name -> module of the package that defines it and imports torch."""
+"""Module that imports torch -> public names that it defines."""
 
 register()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
-    globals()[name] = value
-    return value
+    for module, names in _LATER.items():
+        if name in names:
+            globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [

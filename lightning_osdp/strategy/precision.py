@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -52,9 +51,8 @@ class OSDPPrecision(FSDPPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Casts real tensors alone: Lightning's FSDP precision would drop the imaginary part of complex ones."""
         if "true" in self.precision and any(t.is_complex() for t in (*module.parameters(), *module.buffers())):
-            casts = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
-            cast: Callable[[], nn.Module] = getattr(module, casts[self._desired_input_dtype])
-            return cast()
+            casts = {torch.float64: module.double, torch.float16: module.half, torch.bfloat16: module.bfloat16}
+            return casts.get(self._desired_input_dtype, module.float)()
         return super().convert_module(module)
 
     @override

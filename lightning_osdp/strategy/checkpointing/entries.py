@@ -6,10 +6,10 @@ A resumed run needs plan and micro-batches before it plans, long before Lightnin
 from __future__ import annotations
 
 import pickle
-import sys
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
@@ -79,13 +79,9 @@ def checkpoint_to_resume(trainer: pl.Trainer) -> str | Path | None:
 
     Until Lightning loads the checkpoint, its path is a local variable of `Trainer._run`, which calls setup.
     """
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is pl.Trainer._run.__code__ and frame.f_locals["self"] is trainer:
-            path: str | Path | None = frame.f_locals["ckpt_path"]
-            return path
-    return trainer.ckpt_path
+    runs = (frame.f_locals for frame, _ in walk_stack(None) if frame.f_code is pl.Trainer._run.__code__)
+    path: str | Path | None = next((run["ckpt_path"] for run in runs if run["self"] is trainer), trainer.ckpt_path)
+    return path
 
 
 class Resumed(NamedTuple):

@@ -162,7 +162,7 @@ class FitProfiler:
                     raise
         if index.is_read:
             return "training_step reads batch_idx, which counts micro-batches"
-        return logged.why_not() or reason or self._why_not_halves()
+        return logged.why_not or reason or self._why_not_halves()
 
     def _why_not_halves(self) -> str | None:
         """Says why batches of half the samples are not halves of a batch, such as padding to the longest sample."""

@@ -79,10 +79,10 @@ for _name, _attribute in vars(int).items():
 
 
 class LoggedReductions:
-    """Replacement of ``log`` and ``log_dict`` that notes values of an epoch which are not reduced by their mean."""
+    """Replacement of ``log`` and ``log_dict`` that notes a value of an epoch which is not reduced by its mean."""
 
-    def __init__(self) -> None:
-        self.reductions: dict[str, Any] = {}
+    why_not: str | None = None
+    """Text that names the value; None if there is none."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the arguments of ``log`` or ``log_dict``."""
@@ -91,14 +91,9 @@ class LoggedReductions:
         given = inspect.signature(method).bind(None, *args, **kwargs).arguments
         reduction = given.get("reduce_fx", "mean")
         if given.get("on_epoch") and reduction not in _MEANS:
-            self.reductions.update(dict.fromkeys(values if isinstance(values, Mapping) else [given["name"]], reduction))
-
-    def why_not(self) -> str | None:
-        """Names the first value that was noted; None if there is none."""
-        for name, reduction in self.reductions.items():
+            name = next(iter(values)) if isinstance(values, Mapping) else given["name"]
             shown = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", repr(reduction))
-            return f"self.log({name!r}, reduce_fx={shown}) reduces values of micro-batches, not by their mean"
-        return None
+            self.why_not = f"self.log({name!r}, reduce_fx={shown}) reduces values of micro-batches, not by their mean"
 
 
 class Parts(NamedTuple):

@@ -177,11 +177,10 @@ def idle_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> Optimize
 
 
 def _idle(optimizer: Any, **methods: Callable[..., Any]) -> None:
-    vars(optimizer).update(step=_call, zero_grad=do_nothing, **methods)
+    def step(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        return None if closure is None else closure()
 
-
-def _call(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
-    return None if closure is None else closure()
+    vars(optimizer).update(step=step, zero_grad=do_nothing, **methods)
 
 
 def check_in_children(module: pl.LightningModule) -> None:

@@ -44,26 +44,17 @@ class RequeueTogether(pl.Callback):
     def _note(self, signum: int, _: FrameType | None) -> None:
         self._received = signum
 
-    def _between_batches(self) -> None:
+    @override
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         signum = broadcast_number(self._received)
         if signum:
             self._received = 0
             _SignalConnector._slurm_sigusr_handler_fn(self._signals, signum, None)  # type: ignore[arg-type]
 
     @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._between_batches()
-
-    @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         # in a fit only between training batches: a checkpoint has no progress of a validation
         if trainer.state.fn != TrainerFn.FITTING:
-            self._between_batches()
+            self.on_train_batch_end()
 
-    @override
-    def on_test_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._between_batches()
-
-    @override
-    def on_predict_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._between_batches()
+    on_test_batch_end = on_predict_batch_end = on_train_batch_end

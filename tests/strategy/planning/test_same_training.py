@@ -120,9 +120,9 @@ def test_what_is_logged_of_an_epoch_by_another_reduction_than_the_mean_is_told()
     logged("loss", 1.0, on_epoch=True)
     logged({"a": 1.0}, on_epoch=True, reduce_fx=torch.mean)
     logged("last", 1.0, on_step=True, reduce_fx="max")
-    assert logged.why_not() is None
+    assert logged.why_not is None
     logged({"most": 1.0}, on_epoch=True, reduce_fx=torch.max)
-    assert logged.why_not() == "self.log('most', reduce_fx=max) reduces values of micro-batches, not by their mean"
+    assert logged.why_not == "self.log('most', reduce_fx=max) reduces values of micro-batches, not by their mean"
 
 
 def padded(samples):
