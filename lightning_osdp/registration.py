@@ -8,7 +8,7 @@ otherwise when it is imported.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -39,10 +39,7 @@ class _WhenImported(MetaPathFinder):
             "lightning.pytorch.cli": lambda _: _import_strategy(),
         }
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        del path, target
+    def find_spec(self, fullname: str, *_: object, **__: object) -> ModuleSpec | None:
         then = self._then.pop(fullname, None)
         spec = None if then is None else find_spec(fullname)
         if then is None or spec is None or spec.loader is None:

@@ -39,7 +39,7 @@ class PeakCounter:
         self._allocator = AllocatorWatch(device) if device.type == "cuda" else None
         self._live: LiveBytes | None = None
         self._peaks_bytes: dict[int, list[int]] = {}
-        self._others_bytes: list[int] = []
+        self._unplanned_bytes: list[int] = []
         self._num_elements = 0
         self.steps: Sequence[int] = ()
         """Numbers, from one, of the steps that were counted."""
@@ -57,7 +57,7 @@ class PeakCounter:
     @property
     def other_bytes(self) -> int | None:
         """Most bytes alive before a counted step that the plan does not predict; None if nothing was counted."""
-        return max(self._others_bytes, default=None)
+        return max(self._unplanned_bytes, default=None)
 
     @property
     def is_counting(self) -> bool:
@@ -75,8 +75,8 @@ class PeakCounter:
         if self._live is None and self._device.type == "cpu" and is_counted:
             self._live = LiveBytes(self._device.type)
             self._live.track(planned_tensors(trainer))
-            others = other_tensors(trainer, besides=tensors_in(batch))
-            self._others_bytes.append(sum(other.untyped_storage().nbytes() for other in others))
+            unplanned = unplanned_tensors(trainer, besides=tensors_in(batch))
+            self._unplanned_bytes.append(sum(t.untyped_storage().nbytes() for t in unplanned))
         if self._live is not None:
             self._num_elements = max(self._num_elements, num_elements)
             self._live.track(tensors_in(batch))
@@ -171,7 +171,7 @@ def planned_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
             yield from living_tensors(callback._average_model, ())
 
 
-def other_tensors(trainer: pl.Trainer, *, besides: Iterable[Tensor] = ()) -> list[Tensor]:
+def unplanned_tensors(trainer: pl.Trainer, *, besides: Iterable[Tensor] = ()) -> list[Tensor]:
     """Lists one tensor of each storage that was made since the fit began and that its plan does not predict.
 
     Callbacks and modules keep such tensors, and loaders read ahead. Tensors ``besides`` are left out, such as the

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.callbacks.peak import other_tensors, planned_tensors
+from lightning_osdp.callbacks.peak import planned_tensors, unplanned_tensors
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
@@ -139,7 +139,7 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     assert isinstance(strategy, FSDPStrategy)
-    others = other_tensors(trainer)  # counted before the dry run makes copies
+    unplanned = unplanned_tensors(trainer)  # counted before the dry run makes copies
     with (
         sharded.alone(),
         untouched(sharded.module, left_out=sharded.shards),
@@ -147,7 +147,7 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
         torch.autograd.set_detect_anomaly(False),
     ):
         try:
-            result = _run_step(trainer, strategy, sharded, others)
+            result = _run_step(trainer, strategy, sharded, unplanned)
         except Exception as error:
             raise_if_fatal(error)
             result = DryRun(error=f"{type(error).__name__}: {error}")
@@ -156,12 +156,14 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
         # an interrupted step may leave tensors until the next one
         census = getattr(strategy, "census", None)
         if isinstance(census, Census):
-            census.ignore(other_tensors(trainer, besides=others))
+            census.ignore(unplanned_tensors(trainer, besides=unplanned))
     empty_cache(strategy.root_device)
     return result
 
 
-def _run_step(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, others: Sequence[Tensor]) -> DryRun:
+def _run_step(
+    trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, unplanned: Sequence[Tensor]
+) -> DryRun:
     """Runs the step and tells where memory ran out, if it did; raises other errors."""
     batch = _next_batch(trainer)
     fresh = [_fresh_optimizer(optimizer) for optimizer in strategy.optimizers if not any(states_of(optimizer))]
@@ -169,7 +171,7 @@ def _run_step(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel
     if strategy.root_device.type == "cpu":  # a GPU's allocator enforces a limit by itself
         assert sharded.plan is not None
         counted = LiveBytes("cpu", memory_limit_bytes=sharded.plan.memory_limit_bytes)
-        counted.track([*planned_tensors(trainer), *tensors_in(batch), *others])
+        counted.track([*planned_tensors(trainer), *tensors_in(batch), *unplanned])
     with sharded.kept_shards() if fresh else nullcontext():
         try:
             with counted or nullcontext():

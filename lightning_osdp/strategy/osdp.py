@@ -253,7 +253,7 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
         assert isinstance(model, pl.LightningModule)
-        return self._units.set_up(model, known=self.plan)
+        return self._units.set_up(model, previous=self.plan)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -57,7 +57,7 @@ class Choice(NamedTuple):
 
     plan: Plan | None
     division: Division
-    given: Plan | None = None
+    given_plan: Plan | None = None
     """Plan as the user gave it; the plan in use may have other micro-batches."""
     groups: Sequence[ParameterGroup] | None = None
     """Parameter groups of the whole model, until they are compared with those of the sharded one."""
@@ -68,9 +68,9 @@ class Choice(NamedTuple):
 
 
 def choose_plan(
-    module: pl.LightningModule, options: Options, *, known: Plan | None, resumed: Resumed | None = None
+    module: pl.LightningModule, options: Options, *, previous: Plan | None, resumed: Resumed | None = None
 ) -> Choice:
-    """Chooses a plan, or none; ``known`` is the plan of the model that the strategy had before.
+    """Chooses a plan, or none; ``previous`` is the plan of the model that the strategy had before.
 
     A ``resumed`` fit keeps the micro-batches of its checkpoint.
 
@@ -88,11 +88,11 @@ def choose_plan(
     if options.plan is not None:
         plan = _given_plan(module, options)
         check_agrees(plan, options)
-        return Choice(*divide_plan(trainer, plan, options, resumed), given=plan)
+        return Choice(*divide_plan(trainer, plan, options, resumed), given_plan=plan)
     if trainer.state.fn == TrainerFn.FITTING:
         return plan_fit(trainer, module, options, resumed)
-    if known is not None and known.fingerprint == fingerprint(module):
-        return Choice(known, Division())
+    if previous is not None and previous.fingerprint == fingerprint(module):
+        return Choice(previous, Division())
     rank_zero_info(
         "OSDP: evaluating without a plan; each child and each block is a unit that is freed after forward. Pass plan="
         " to shard it as planned."
@@ -101,14 +101,14 @@ def choose_plan(
 
 
 def choose_manual_plan(
-    module: pl.LightningModule, options: Options, *, known: Plan | None, resumed: Resumed | None = None
+    module: pl.LightningModule, options: Options, *, previous: Plan | None, resumed: Resumed | None = None
 ) -> Choice | str:
     """Chooses a plan for manual optimization, where all parameters are in children; or says why there is none."""
     check_in_children(module)
     if options.batch_size in ("auto", "divide"):
         options = replace(options, batch_size="keep")
     try:
-        choice = choose_plan(module, options, known=known, resumed=resumed)
+        choice = choose_plan(module, options, previous=previous, resumed=resumed)
     except ProfileError as error:
         return f"its step cannot be profiled as one backward of the sum of its losses: {error}"
     units = () if choice.plan is None else choice.plan.units  # None where the model is evaluated before a fit
@@ -214,9 +214,9 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             if resumed is None or fixed is None:
                 raise
             if not is_scaled:
-                told = division_text(fixed.workload(fixed.micro_batch_sizes[0]))
+                saved = division_text(fixed.workload(fixed.micro_batch_sizes[0]))
                 raise InfeasibleError(
-                    f"{error} The run goes on from {resumed.path!r}, which counts in {told}: in others, such as"
+                    f"{error} The run goes on from {resumed.path!r}, which counts in {saved}: in others, such as"
                     " batch_size= asks for, an epoch that was broken off is not continued at the same sample."
                 ) from error
             rank_zero_warn(

@@ -106,7 +106,7 @@ class FitProfiler:
         check_parameters(module)
         check_initializable(module, self._device)
         self.loaders = training_loaders(self._trainer)
-        batch, self.peeked = self._chosen(self.loaders)
+        batch, self.peeked = self._read_batch(self.loaders)
         with self._needing_memory():
             self._is_too_large = not all(in_step(self._is_moved, stage="moving the model"))
             if self._is_too_large:
@@ -117,7 +117,7 @@ class FitProfiler:
                 nn.Module.to(module, "cpu")  # LightningModule.to would set self.device, which steps read
             _move_torchmetrics_to_device(module, self._device)  # metrics are not part of what is too large
             self.batch = self._transferred(batch)
-            with unread_loaders(self._trainer, self._shown):
+            with unread_loaders(self._trainer, self._sized_loaders):
                 self.optimizers = idle_optimizers(self._trainer, module)
             self.groups = groups_of(self.optimizers.optimizers, partial(names_by_group_of, module))
             return self._profile(self.batch)
@@ -178,10 +178,10 @@ class FitProfiler:
         return "a batch of half the samples is not half of a batch, as where samples are padded to the longest"
 
     def _as_in_training(self) -> AbstractContextManager[None]:
-        return as_in_training(self._trainer, self._module, self._shown, self.optimizers)
+        return as_in_training(self._trainer, self._module, self._sized_loaders, self.optimizers)
 
     @property
-    def _shown(self) -> CombinedLoader:
+    def _sized_loaders(self) -> CombinedLoader:
         """Training loaders with the micro-batch of ``batch_size``, or the user's own where the plan chooses it."""
         batch_size, loaders = self._options.batch_size, copy.copy(self.loaders)
         if isinstance(batch_size, int) and why_not_resizable(loaders) is None:
@@ -225,7 +225,7 @@ class FitProfiler:
             return False
         return True
 
-    def _chosen(self, loaders: CombinedLoader) -> tuple[Any, list[Peeked]]:
+    def _read_batch(self, loaders: CombinedLoader) -> tuple[Any, list[Peeked]]:
         """Reads the batch to profile; also gives the sources that can be read only once."""
         profile_batch = self._options.profile_batch
         if profile_batch is None:

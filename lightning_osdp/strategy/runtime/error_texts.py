@@ -42,7 +42,7 @@ _EXPLAINED = {
         " whatever training_step reads gathered; to look at whole weights elsewhere: `with trainer.strategy.gathered():"
         " ...`.",
     ),
-    **{said: f"OSDP: {told}" for said, told in ONE_MESH.items()},
+    **{words: f"OSDP: {advice}" for words, advice in ONE_MESH.items()},
     "Checkpointing is not compatible with .grad()": (
         "OSDP: torch.autograd.grad cannot go through a block of the plan that recomputes and offloads. Leave those"
         ' out: OSDPStrategy(search_space=SearchSpace(activations=("keep", "recompute"))).'
@@ -81,11 +81,11 @@ def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: Sh
     """Appends advice to an error of known cause; ``sharded`` is None before the model is sharded."""
     if is_out_of_memory(error) and sharded is not None and sharded.plan is not None:
         _append(error, _of_memory(strategy, sharded.plan, place_of_shortage(sharded)))
-    told = next((text for said, text in _EXPLAINED.items() if said in str(error)), None)
+    advice = next((advice for words, advice in _EXPLAINED.items() if words in str(error)), None)
     if strategy.global_rank and "meta" in str(error).lower() and _is_saving(error):
-        told = _WITHOUT_VALUES
-    if told is not None and told not in str(error):
-        _append(error, told)
+        advice = _WITHOUT_VALUES
+    if advice is not None and advice not in str(error):
+        _append(error, advice)
 
 
 def _is_saving(error: BaseException) -> bool:

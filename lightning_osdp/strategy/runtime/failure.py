@@ -90,7 +90,7 @@ class FailureWatch:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._stall_s, self._is_terminated, self._grace_s = stall_s, is_terminated, grace_s
         run = f"lightning_osdp/{run}"
-        self._failure, self._informed, self._over = f"{run}/failure", f"{run}/informed", f"{run}/over"
+        self._failure, self._informed, self._done = f"{run}/failure", f"{run}/informed", f"{run}/over"
         self._raised = [f"{run}/raised/{each}" for each in range(world_size)]
         self._meeting = f"{run}/meeting"
         self._beats = [f"{run}/beat/{each}" for each in range(world_size)]
@@ -120,7 +120,7 @@ class FailureWatch:
             try:
                 self._store.set(self._beats[self._rank], _LEFT)
                 if self._rank == 0:
-                    self._store.set(self._over, "")
+                    self._store.set(self._done, "")
             except RuntimeError:
                 log.debug("The store is gone, and with it the others", exc_info=True)
 
@@ -152,8 +152,8 @@ class FailureWatch:
 
     def tell_if_slow(self, error: BaseException) -> None:
         """Prints a reported error with its traceback, unless `stop` is called within `PATIENCE_S`."""
-        said = "Rank %d failed, and its teardown waits, perhaps for ranks that wait for this one."
-        self._timers.append(_timer(PATIENCE_S, partial(log.error, said, self._rank, exc_info=error)))
+        text = "Rank %d failed, and its teardown waits, perhaps for ranks that wait for this one."
+        self._timers.append(_timer(PATIENCE_S, partial(log.error, text, self._rank, exc_info=error)))
 
     def have_all_raised(self) -> bool:
         """Waits until all ranks have raised; gives all the same answer, True after the same collective."""
@@ -201,7 +201,7 @@ class FailureWatch:
         if self._store.check([self._failure]):
             self._learn(self._store.get(self._failure).decode())
             return self._first
-        if self._store.check([self._over]):
+        if self._store.check([self._done]):
             self._store.set(self._beats[self._rank], _LEFT)
             self._stopped.set()  # rank 0 is done, and the store may end with it
             return None
@@ -287,9 +287,9 @@ class FailureWatch:
             self._thread.join()
 
 
-def _timer(seconds: float, then: Callable[[], None]) -> threading.Timer:
+def _timer(seconds: float, action: Callable[[], None]) -> threading.Timer:
     """Starts a timer whose thread does not keep the process from ending."""
-    timer = threading.Timer(seconds, then)
+    timer = threading.Timer(seconds, action)
     timer.daemon = True
     timer.start()
     return timer

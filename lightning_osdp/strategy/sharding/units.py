@@ -99,10 +99,10 @@ class Units:
         if model is not None:
             model.check(self._settings())
 
-    def set_up(self, module: pl.LightningModule, *, known: Plan | None) -> nn.Module:
+    def set_up(self, module: pl.LightningModule, *, previous: Plan | None) -> nn.Module:
         """Shards the module, or takes over its units, for the stage that its Trainer begins; returns the module.
 
-        ``known`` is the plan of the model that the strategy had before.
+        ``previous`` is the plan of the model that the strategy had before.
 
         Raises:
             OSDPError: no plan fits, the given plan does not fit, or the module cannot be sharded.
@@ -116,7 +116,7 @@ class Units:
             model = None
         is_new = model is None
         if model is None:
-            model = self._shard(module, known, resumed)
+            model = self._shard(module, previous, resumed)
         elif model is not self.model:
             self._is_for_training = False
             rank_zero_info("OSDP: another Trainer has sharded this model already, and its units are used as they are.")
@@ -127,7 +127,9 @@ class Units:
         model.sharded.reshard()
         return model.sharded.module
 
-    def _shard(self, module: pl.LightningModule, known: Plan | None, resumed: entries.Resumed | None) -> ReusableModel:
+    def _shard(
+        self, module: pl.LightningModule, previous: Plan | None, resumed: entries.Resumed | None
+    ) -> ReusableModel:
         """Chooses a plan and shards the module by it; where there is no plan, each child and block is a unit."""
         strategy, trainer = self._strategy, module.trainer
         summaries = summaries_by_depth(trainer, module)
@@ -142,7 +144,7 @@ class Units:
         if trainer.state.fn == TrainerFn.FITTING:
             warn_of_gpu(module, strategy.root_device)
         choose = choose_plan if module.automatic_optimization else choose_manual_plan
-        choice = choose(module, options, known=known, resumed=resumed)
+        choice = choose(module, options, previous=previous, resumed=resumed)
         if isinstance(choice, str):
             sharded = shard_children(module, choice, options, **arguments)
             choice = Choice(None, Division())
@@ -156,7 +158,7 @@ class Units:
         self.division, self.choice = choice.division, choice
         self._is_for_training = trainer.state.fn == TrainerFn.FITTING
         _move_torchmetrics_to_device(module, strategy.root_device)
-        plans = [plan for plan in (choice.plan, choice.given) if plan is not None]
+        plans = [plan for plan in (choice.plan, choice.given_plan) if plan is not None]
         return ReusableModel(sharded, self._settings(), summaries, plans)
 
     def _begin_fit(
@@ -331,9 +333,8 @@ class ReusableModel:
                 f"memory_limit {format_bytes(plan.memory_limit_bytes)}", format_bytes(memory_limit_bytes or 0)
             )
 
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def __call__(self, *_: object) -> None:
         """Hook before ``state_dict()``: raises a `ConfigurationError` if it would give shards."""
-        del module, prefix, keep_vars
         if not self.sharded.is_opened:
             raise ConfigurationError(
                 "Expected the whole weights to be asked of the strategy, got state_dict() of a module, which has only"
@@ -370,9 +371,8 @@ def _summaries_of(trainer: pl.Trainer) -> list[ModelSummary]:
     return [callback for callback in callbacks_of(trainer, ModelSummary) if callback._max_depth]
 
 
-def _reshard_before_load(model: object, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+def _reshard_before_load(model: object, _: dict[str, Any], prefix: str, *__: object) -> None:
     """Reshards before the module loads a state dict, which goes into shards; does nothing in a copy of the module."""
-    del state_dict
     if isinstance(model, ReusableModel) and not prefix:
         model.sharded.reshard()
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.callbacks.peak import COUNTED_STEPS, WARM_UP_STEPS, other_tensors
+from lightning_osdp.callbacks.peak import COUNTED_STEPS, WARM_UP_STEPS, unplanned_tensors
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.report.tables import render
 from tests.distributed.support.fits import plan_for, trainer
@@ -48,7 +48,7 @@ class Looks(L.Callback):
 
     def on_train_start(self, trainer, pl_module):
         for _ in range(PATIENCE):
-            self.found = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in other_tensors(trainer)]
+            self.found = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in unplanned_tensors(trainer)]
             if not self.found:
                 break
             time.sleep(0.1)
