@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -166,6 +167,11 @@ class OSDPStrategy(FSDPStrategy):
         return self._units.sharded
 
     @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None  # the Trainer connects it before any hook
+        return self.lightning_module.trainer
+
+    @property
     @override
     def precision_plugin(self) -> FSDPPrecision:
         return OSDPPrecision() if self._precision_plugin is None else super().precision_plugin
@@ -200,16 +206,15 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        module = self.lightning_module
-        assert module is not None
-        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
+        trainer = self._trainer
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.census = Census() if is_fitting and self.root_device.type == "cpu" else None
         super().setup_environment()
         self._ranks.begin(has_states=lambda: self._units.model is not None)
         if is_fitting:
-            averaging.check_averaging(module.trainer, self._state_dict_type)
-            if reusable_model(module) is not None:
-                self._setting_up.enter_context(averaging.no_copies_of(module))
+            averaging.check_averaging(trainer, self._state_dict_type)
+            if reusable_model(trainer.lightning_module) is not None:
+                self._setting_up.enter_context(averaging.no_copies_of(trainer.lightning_module))
         # Lightning causes this one, and torch repeats it after each catch_warnings
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
         if self._checkpoint_io is None:
@@ -277,15 +282,13 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        module = self.lightning_module
-        assert module is not None
         self._sharded.begin_fit()
         dry_run = self._units.options.dry_run
         if dry_run == "auto":
             dry_run = self.root_device.type != "cpu"
         # In manual optimization training_step updates weights and states itself, so a dry run would train.
-        if dry_run and self.plan is not None and module.automatic_optimization:
-            plan_that_fits(module.trainer, self._units)
+        if dry_run and self.plan is not None and self._trainer.lightning_module.automatic_optimization:
+            plan_that_fits(self._trainer, self._units)
         self._sharded.carry_hooks()  # hooks of the Trainer may have registered hooks on modules
         self._generators.begin(self.root_device)
 
@@ -325,8 +328,7 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
+        if not self._trainer.lightning_module.automatic_optimization:
             # A child that ran without backward is still unsharded, and optimizers update shards.
             self._sharded.reshard()
         with self._sharded.stepping(optimizer):
@@ -373,8 +375,7 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if callbacks_of(self.lightning_module.trainer, WeightAveraging):
+        if callbacks_of(self._trainer, WeightAveraging):
             # views of unsharded parameters in the state dict would change when the average takes their place
             self._sharded.reshard()
         return self._with_values(self._sharded.model_state(self._state_dict_type))
@@ -388,7 +389,7 @@ class OSDPStrategy(FSDPStrategy):
     def _with_values(self, state: dict[str, Any]) -> dict[str, Any]:
         """Empties a full state on ranks without values, as FSDPStrategy does, unless hooks will read names."""
         has_values = self._state_dict_type == "sharded" or self.global_rank == 0
-        return state if has_values or saving.is_collecting_checkpoint() else {}
+        return state if has_values or saving.is_collecting_checkpoint(walk_stack(None)) else {}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -404,9 +405,7 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        module = self.lightning_module
-        assert module is not None
-        trainer = module.trainer
+        trainer = self._trainer
         with load.local_checkpoint(self.broadcast(checkpoint_path), self) as given:
             path = on_rank_zero(lambda: load.complete_checkpoint(given, trainer))
             self._loading = load.Loading(path, trainer, weights_only=weights_only)
@@ -430,6 +429,5 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._loading is not None
-        assert self.lightning_module is not None
-        self._loading.load_optimizers(checkpoint, self._sharded, self.lightning_module.trainer)
+        self._loading.load_optimizers(checkpoint, self._sharded, self._trainer)
         self._loading = None

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
-from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -84,10 +85,9 @@ def save_shards(checkpoint: dict[str, Any], path: str | Path, storage_options: A
     on_rank_zero(complete)
 
 
-def is_collecting_checkpoint() -> bool:
-    """Tells whether the caller is Lightning's collecting of a checkpoint, which hooks will see on all ranks."""
-    collect = _CheckpointConnector.dump_checkpoint.__code__
-    return any(frame.f_code is collect for frame, _ in walk_stack(None))
+def is_collecting_checkpoint(frames: Iterable[tuple[FrameType, int]]) -> bool:
+    """Tells whether Lightning collects the entries of a checkpoint, which hooks will see, in one of these frames."""
+    return any(frame.f_code is _CheckpointConnector.dump_checkpoint.__code__ for frame, _ in frames)
 
 
 def check_folders(trainer: pl.Trainer, state_dict_type: str) -> None:

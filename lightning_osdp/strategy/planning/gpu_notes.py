@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -13,23 +11,20 @@ from torch.nn.modules.conv import _ConvNd
 
 def warn_of_gpu(module: nn.Module, device: torch.device) -> None:
     """Warns of CUDA graphs, and of cuDNN's search for algorithms of convolutions."""
-    if device.type == "cuda":
-        for note in _notes(module):
-            rank_zero_warn(f"OSDP: {note}")
-
-
-def _notes(module: nn.Module) -> Iterator[str]:
+    if device.type != "cuda":
+        return
     graphed = [name for name, child in module.named_modules() if _records_graphs(child)]
     if graphed:
-        yield (
-            f"{graphed[0] or 'the model'!r} is compiled with CUDA graphs, which hold addresses of parameters. A unit"
-            " has others whenever it is gathered, so that graphs are recorded anew, and in the end not used. Compile"
-            ' without them: mode="default" or "max-autotune-no-cudagraphs".'
+        rank_zero_warn(
+            f"OSDP: {graphed[0] or 'the model'!r} is compiled with CUDA graphs, which hold addresses of parameters. A"
+            " unit has others whenever it is gathered, so that graphs are recorded anew, and in the end not used."
+            ' Compile without them: mode="default" or "max-autotune-no-cudagraphs".'
         )
     if torch.backends.cudnn.benchmark and any(isinstance(child, _ConvNd) for child in module.modules()):
-        yield (
-            "cuDNN tries algorithms for each new shape of a convolution's input (benchmark=True), with workspaces that"
-            " no plan counts. If memory runs out in the first steps, leave benchmark out, or pass a lower memory_limit."
+        rank_zero_warn(
+            "OSDP: cuDNN tries algorithms for each new shape of a convolution's input (benchmark=True), with workspaces"
+            " that no plan counts. If memory runs out in the first steps, leave benchmark out, or pass a lower"
+            " memory_limit."
         )
 
 

@@ -82,6 +82,9 @@ class PlanRequest:
         yield plan.differences(
             profile.fingerprint, world_size=self.cluster.world_size, node_size=self.cluster.node_size
         )
+        # a plan stores no activations in its search space where the user chose the blocks
+        search_space, blocks = self.search_space, self.method.blocks
+        search_space = search_space if blocks is None else replace(search_space, activations=("keep",))
         size = plan.micro_batch_size
         if size not in policy.micro_batch_sizes or policy.workload(size) != workload_of(plan):
             yield f"it is for {division_text(workload_of(plan))}, and training goes on in others"
@@ -90,8 +93,8 @@ class PlanRequest:
             ("cost_model", plan.cost_model, self.method.cost_model),
             ("backward_prefetch", plan.backward_prefetch, self.engine.backward_prefetch),
             ("forward_prefetch", plan.forward_prefetch, self.engine.forward_prefetch),
-            ("activation_checkpointing_policy", plan.given_blocks, self.method.blocks or {}),
-            ("search_space", plan.search_space, self._search_space),
+            ("activation_checkpointing_policy", plan.given_blocks, blocks or {}),
+            ("search_space", plan.search_space, search_space),
         ):
             if requested not in (AUTO, used):
                 yield f"{name} is another one than it was made with"
@@ -101,8 +104,3 @@ class PlanRequest:
                 f"memory_limit {format_bytes(self.memory_limit_bytes)} is larger than {format_bytes(used_bytes)}, which"
                 " it was made for"
             )
-
-    @property
-    def _search_space(self) -> SearchSpace:
-        """Search space as a plan stores it: without activations where the user chose the blocks."""
-        return self.search_space if self.method.blocks is None else replace(self.search_space, activations=("keep",))

@@ -11,13 +11,13 @@ from types import TracebackType
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lightning_osdp.apply import ONE_MESH, ShardedModel
 from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.profiler import is_out_of_memory
+from lightning_osdp.strategy.checkpointing.saving import is_collecting_checkpoint
 from lightning_osdp.strategy.runtime.failure import is_echo
 
 _LINE = "_osdp_line"
@@ -82,17 +82,11 @@ def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: Sh
     if is_out_of_memory(error) and sharded is not None and sharded.plan is not None:
         _append(error, _of_memory(strategy, sharded.plan, place_of_shortage(sharded)))
     advice = next((advice for words, advice in _EXPLAINED.items() if words in str(error)), None)
-    if strategy.global_rank and "meta" in str(error).lower() and _is_saving(error):
+    is_saving = is_collecting_checkpoint(walk_tb(error.__traceback__))
+    if strategy.global_rank and "meta" in str(error).lower() and is_saving:
         advice = _WITHOUT_VALUES
     if advice is not None and advice not in str(error):
         _append(error, advice)
-
-
-def _is_saving(error: BaseException) -> bool:
-    """Tells whether an error was raised while Lightning collected the entries of a checkpoint."""
-    return any(
-        frame.f_code is _CheckpointConnector.dump_checkpoint.__code__ for frame, _ in walk_tb(error.__traceback__)
-    )
 
 
 def _of_memory(strategy: FSDPStrategy, plan: Plan, place: str) -> str:
