@@ -168,7 +168,7 @@ def _run_step(
     batch = _next_batch(trainer)
     fresh = [_fresh_optimizer(optimizer) for optimizer in strategy.optimizers if not any(states_of(optimizer))]
     counted = None
-    if strategy.root_device.type == "cpu":  # a GPU's allocator enforces a limit by itself
+    if strategy.root_device.type == "cpu":  # on a GPU the device's memory is the limit
         assert sharded.plan is not None
         counted = LiveBytes("cpu", memory_limit_bytes=sharded.plan.memory_limit_bytes)
         counted.track([*planned_tensors(trainer), *tensors_in(batch), *unplanned])

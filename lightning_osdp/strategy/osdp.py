@@ -215,7 +215,7 @@ class OSDPStrategy(FSDPStrategy):
             averaging.check_averaging(trainer, self._state_dict_type)
             if reusable_model(trainer.lightning_module) is not None:
                 self._setting_up.enter_context(averaging.no_copies_of(trainer.lightning_module))
-        # Lightning causes this one, and torch repeats it after each catch_warnings
+        # Lightning causes this one, and Python repeats it after each catch_warnings
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
         if self._checkpoint_io is None:
             self._checkpoint_io = saving.CompleteFiles()

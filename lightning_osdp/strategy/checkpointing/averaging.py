@@ -55,7 +55,7 @@ def with_averages(profile: ModelProfile, trainer: pl.Trainer, device: torch.devi
 def no_copies_of(module: nn.Module) -> Iterator[None]:
     """Has `copy.deepcopy` of this module give an empty module: shards cannot be copied.
 
-    Lightning copies the model for its average before setup; `average_shards` then takes the place of that copy.
+    Lightning copies the model for its average before the strategy's setup; `average_shards` then replaces the copy.
     """
     vars(module)["__deepcopy__"] = lambda _: nn.Module()
     try:

@@ -115,7 +115,7 @@ class FitProfiler:
                     " bytes are as ever, step times those of its operations one by one, which are less true."
                 )
                 nn.Module.to(module, "cpu")  # LightningModule.to would set self.device, which steps read
-            _move_torchmetrics_to_device(module, self._device)  # metrics are not part of what is too large
+            _move_torchmetrics_to_device(module, self._device)  # also where the model is not moved
             self.batch = self._transferred(batch)
             with unread_loaders(self._trainer, self._sized_loaders):
                 self.optimizers = idle_optimizers(self._trainer, module)
