@@ -21,11 +21,7 @@ _CALLBACK_HOOKS = tuple(
     if name.startswith("on_") and name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 )
 """Hooks of callbacks; a Trainer calls each before the module's hook of the same name."""
-_NEXT_HOOKS = {"on_before_zero_grad": "optimizer_zero_grad"}
-"""Hook of callbacks -> hook of the module that a Trainer calls next, where units may still be unsharded.
 
-A user's own ``optimizer_zero_grad`` may clear the gradients of all parameters that it finds.
-"""
 _LIBRARY_MODULES = ("lightning.", "lightning_osdp.")
 """Packages whose callbacks do not read parameters, or reshard before they do."""
 
@@ -77,8 +73,9 @@ class Resharding(pl.Callback):
     def _has_users(self, hook: str, trainer: pl.Trainer) -> bool:
         """Tells whether user code runs in this hook, or in the one right after it."""
         if hook not in self._is_written:
-            names = (hook, _NEXT_HOOKS.get(hook, hook))
-            self._is_written[hook] = any(_is_written(name, trainer) for name in names)
+            # a user's own optimizer_zero_grad, which comes next, may clear gradients of all parameters that it finds
+            hooks = (hook, "optimizer_zero_grad") if hook == "on_before_zero_grad" else (hook,)
+            self._is_written[hook] = any(_is_written(name, trainer) for name in hooks)
         return self._is_written[hook]
 
 
