@@ -90,10 +90,11 @@ class LoggedReductions:
         method = pl.LightningModule.log_dict if isinstance(values, Mapping) else pl.LightningModule.log
         given = inspect.signature(method).bind(None, *args, **kwargs).arguments
         reduction = given.get("reduce_fx", "mean")
-        if given.get("on_epoch") and reduction not in _MEANS:
-            name = next(iter(values)) if isinstance(values, Mapping) else given["name"]
+        names = list(values) if isinstance(values, Mapping) else [given["name"]]
+        if names and given.get("on_epoch") and reduction not in _MEANS:
             shown = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", repr(reduction))
-            self.why_not = f"self.log({name!r}, reduce_fx={shown}) reduces values of micro-batches, not by their mean"
+            call = f"self.log({names[0]!r}, reduce_fx={shown})"
+            self.why_not = self.why_not or f"{call} reduces values of micro-batches, not by their mean"
 
 
 class Parts(NamedTuple):
