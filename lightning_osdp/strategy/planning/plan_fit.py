@@ -208,7 +208,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         fixed = None if resumed is None else _resumed_in(resumed, allowed, windows)
         sizes = (allowed if fixed else policy).micro_batch_sizes
         try:
-            plan = _kept_plan(partial(plan_for, profile), fixed or policy, allowed, None if fixed else reason)
+            plan = _search_plan(partial(plan_for, profile), fixed or policy, allowed, None if fixed else reason)
             policy = fixed or policy
         except InfeasibleError as error:
             if resumed is None or fixed is None:
@@ -300,7 +300,7 @@ def _log_plan_source(plan: Plan, why_anew: str) -> None:
         )
 
 
-def _kept_plan(
+def _search_plan(
     search: Callable[[BatchPolicy], Plan], policy: BatchPolicy, allowed: BatchPolicy, reason: str | None
 ) -> Plan:
     """Searches a plan; where the user's micro-batches stay for a reason, logs it and what others would gain."""
