@@ -6,6 +6,7 @@ from lightning_osdp.apply.activations.blocks import is_inside
 from lightning_osdp.apply.hosts import new_host_group, reaches_hosts
 from lightning_osdp.apply.internals.access import do_nothing
 from lightning_osdp.apply.internals.dtensors import local, num_copies
+from lightning_osdp.apply.internals.gathering import whole_storages
 from lightning_osdp.apply.internals.sharding import refuse_copy
 from lightning_osdp.apply.plan import apply_plan, change_plan, fully_shard_arguments
 from lightning_osdp.apply.prepare import check_initializable
@@ -33,4 +34,5 @@ __all__ = [
     "reaches_hosts",
     "refuse_copy",
     "sharded_as",
+    "whole_storages",
 ]

@@ -186,6 +186,10 @@ class Agreement:
                 " Make or read it on one rank, and broadcast it."
             )
 
+    def largest(self, values: Sequence[int]) -> Sequence[int]:
+        """Of each value, the largest over all ranks, who all call it; this rank's own while it runs alone."""
+        return values if self._is_paused else self._largest(values)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Raises `RanksApartError` at the end if some ranks have gathered units more often than others."""

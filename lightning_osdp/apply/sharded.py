@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_osdp.apply import state
 from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, is_inside, with_recomputed
 from lightning_osdp.apply.agreement import Agreement
-from lightning_osdp.apply.internals import access, backward, dtensors, gathering, sharding, unsharded
+from lightning_osdp.apply.internals import access, backward, dtensors, gathering, resident, sharding, unsharded
 from lightning_osdp.apply.prepare import (
     call_layers_in_evaluation,
     check_shardable,
@@ -97,10 +97,15 @@ class ShardedModel:
         gathering.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
         # All wrappers of methods of units are put on here, each around those before it. They come after begin(), which
         # makes the list of units whose methods backward calls. Only `wait_for_unshard` and the methods that free a unit
-        # are wrapped more than once: for the inference mode, for values and for requires_grad. No two of these wrappers
-        # read what another one changes, so that their order among each other is free.
+        # are wrapped more than once: for what is resident, for the inference mode, for values and for requires_grad.
+        # The first of these is the innermost, as it may do without torch's own. No two of the others read what another
+        # one changes, so that their order among each other is free.
         for unit in self.units:
             sharding.pass_inputs(unit.handle)
+        self._residence = resident.Residence(
+            self._groups,
+            lambda values: self._agreement.largest(values),  # noqa: PLW0108 (it is not there yet)
+        )
         gathering.gather_for_training(self._groups)
         self._writes = unsharded.GatheredWrites(self._groups)
         for group in self._groups:
@@ -161,6 +166,7 @@ class ShardedModel:
         """Gives the module whole parameters of its own again."""
         for handle in self._taking:
             handle.remove()
+        self.free()
         sharding.undo_fully_shard(self.module)
 
     def carry_hooks(self) -> None:
@@ -174,6 +180,7 @@ class ShardedModel:
         scalars and buffers of rank 0.
         """
         self._forget_step()
+        self._residence.open()
         self._writes.begin_fit()
         for unit in self.units:
             sharding.copy_replicas(unit.handle)
@@ -181,10 +188,13 @@ class ShardedModel:
 
     def end_fit(self) -> None:
         """Ends a fit without errors; raises a `ConfigurationError` about its last step, see `before_optimizer_step`."""
+        self.free()
         self._agreement.end_fit()
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a step of the user, with the root unit unsharded."""
+        self._residence.opens_itself = False  # units that are resharded in backward show nobody their shards
+        self._residence.settle()
         result: T = gathering.run_as_forward(self.module, step, args, kwargs, without_views)
         return result
 
@@ -233,8 +243,17 @@ class ShardedModel:
             accumulate(self.units, is_last=True)
 
     def reshard(self) -> None:
-        """Reshards all units, and drops results of all-gathers that nobody waited for; gradients stay."""
+        """Reshards all units, and drops results of all-gathers that nobody waited for; gradients stay.
+
+        What is kept of resident units stays, too, though their modules do not show it.
+        """
         gathering.reshard(self.module, self._groups)
+        self._residence.open()
+
+    def free(self) -> None:
+        """Reshards, and keeps nothing of resident units either: they are gathered when they are needed again."""
+        self.reshard()
+        self._residence.free()
 
     def use(self, plan: Plan, *, may_divide: bool = False) -> None:
         """Continues under another plan, between two steps; after an error, under the one before, on all ranks.
@@ -248,7 +267,7 @@ class ShardedModel:
         """
         plan = executed(plan, self._recomputed)
         self._agreement.check_plan(plan, partial(self._check_use, plan, may_divide=may_divide))
-        self.reshard()
+        self.free()
         self._forwards.choose(plan.blocks, units=[unit.name for unit in self.units])
         self.plan, before = plan, self.units
         treatments = dict(each for unit in plan.units for each in _treatments(unit))
@@ -299,7 +318,7 @@ class ShardedModel:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Keeps all collectives on this rank within the context; afterwards all is as before, errors or not."""
-        self.reshard()
+        self.free()
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         self._writes.is_paused = True
         with self._meshes.faked(self._groups), self._agreement.paused():
@@ -307,7 +326,7 @@ class ShardedModel:
                 yield
             finally:
                 self._forget_step()
-                self.reshard()
+                self.free()
                 self._writes.is_paused = False
                 for parameter, gradient in gradients:
                     parameter.grad = gradient

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_osdp.apply.internals import gathering
+from lightning_osdp.apply.internals import gathering, resident
 from lightning_osdp.apply.units import Meshes, ShardedUnit
 from lightning_osdp.core.axes import AXES, Treatment
 from lightning_osdp.engine import effects_of
@@ -33,11 +33,15 @@ class Applier:
 
 
 def _leave(unit: ShardedUnit, meshes: Meshes) -> None:
-    """Sets what forward leaves of a unit: all, a shard in each node, or nothing. The root is always kept."""
+    """Sets what forward leaves of a unit: all, a shard in each node, or nothing. The root is always kept.
+
+    A resident unit that somebody unfreezes is kept to its backward, as any other, from then on.
+    """
     if unit.name:
         effects = effects_of(unit.treatment)
         nodes = meshes.nodes if effects.leaves_shard else None
         gathering.reshard_after_forward(unit.handle, is_kept=effects.is_kept, nodes=nodes)
+        resident.set_resident(unit.handle, is_resident=effects.is_resident)
 
 
 def _reduce(unit: ShardedUnit, is_last: bool) -> None:

@@ -13,6 +13,7 @@ from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.solve import fill, solve
 from lightning_osdp.core.axes import HDP
 from lightning_osdp.cost import PeakMemory
+from lightning_osdp.engine import effects_of
 
 MAX_TRIES = 6
 """Limits that are tried where the closed form is not exact: halvings of what it leaves, or of what it leaves out."""
@@ -48,10 +49,11 @@ def assign_modes(
         worth_s: a step time that is of no use: where none below it is possible, the modes are not improved further.
     """
     first = found = _assigned(setting, memory_limit_bytes, search, worth_s)
-    needs_nodes = first is not None and any(mode.needs_nodes for mode in first.modes)
-    if first is None or (len(setting.activations) == 1 and not needs_nodes):
+    leaves_out = first is not None and any(mode.needs_nodes or effects_of(mode).is_resident for mode in first.modes)
+    if first is None or (len(setting.activations) == 1 and not leaves_out):
         return found
-    # The closed form may leave out what a block keeps beside its gathered unit, and what is larger in nodes.
+    # The closed form may leave out what a block keeps beside its gathered unit, what is larger in nodes, and what is
+    # resident while the optimizer steps.
     room_bytes = memory_limit_bytes
     for _ in range(MAX_TRIES):
         if found is None:

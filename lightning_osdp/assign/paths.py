@@ -193,7 +193,7 @@ class Paths:
     def _num_gathers(self, mode: Treatment) -> int:
         """How often a step gathers a unit over all ranks that is not there, whether or not forward frees it."""
         effects = effects_of(mode)
-        if effects.sharded_over != "all":
+        if effects.sharded_over != "all" or effects.is_resident:
             return 0
         return 1 if effects.stays else self._num_micro_batches
 

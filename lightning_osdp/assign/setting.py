@@ -205,7 +205,7 @@ class Costs:
     def _within(self, subject: Subject, choices: tuple[str, ...]) -> Modes:
         """Treatments that are offered and apply."""
         if self._setting.is_paper:
-            subject = replace(subject, has_nodes=False)
+            subject = replace(subject, has_nodes=False, may_stay=False)
         modes = dict.fromkeys(mode.within(subject) for mode in self._setting.modes)
         return tuple(mode.but(saves=choice) for choice in choices for mode in modes)
 

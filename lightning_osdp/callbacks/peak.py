@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_osdp.apply import whole_storages
 from lightning_osdp.optimizers import states_of
 from lightning_osdp.profiler import Census, LiveBytes, tensors_in
 
@@ -151,8 +152,9 @@ class AllocatorWatch:
 
 
 def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterable[Tensor]:
-    """Yields tensors that live between steps: shards, their gradients, optimizer states and buffers."""
+    """Yields tensors that live between steps: shards, resident units, gradients, optimizer states and buffers."""
     assert model is not None
+    yield from (whole for whole in whole_storages(model) if whole.untyped_storage().nbytes())
     for parameter in model.parameters():
         yield parameter.data
         if parameter.grad is not None:

@@ -25,6 +25,8 @@ class Subject:
     """Whether backward comes to the unit."""
     is_trained: bool = True
     """Whether it has anything to train."""
+    may_stay: bool = True
+    """Whether what is gathered of it stays right from one step to the next, as nothing of it is trained."""
     may_wait: bool = True
     """Whether its gradients may wait for the last of several micro-batches: not where forward calls it again."""
     profiled: Collection[str] | None = None
@@ -58,13 +60,19 @@ def _home_applies(value: str, _: Treatment, subject: Subject) -> bool:
 
 
 def _keep_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
-    """A shard for the node is left of what is sharded over more ranks, for a backward that comes to it."""
+    """What stays for ever is frozen, and sharded over all ranks: it is not gathered again, so nodes are of no use.
+
+    A shard for the node is left of what is sharded over more ranks, for a backward that comes to it.
+    """
+    if value == "always":
+        return subject.may_stay and treatment["home"] == "all"
     return value != "node" or (subject.has_nodes and subject.is_reached and treatment["home"] == "all")
 
 
 def _reduce_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
-    """Gradients are reduced in nodes alone where the unit is sharded there."""
-    return value == "every" or (subject.may_wait and (value != "node" or treatment["home"] == "node"))
+    """Gradients are reduced in nodes alone where the unit is sharded there; what stays for ever has none."""
+    may_wait = subject.may_wait and treatment["keep"] != "always"
+    return value == "every" or (may_wait and (value != "node" or treatment["home"] == "node"))
 
 
 def _saves_applies(value: str, _: Treatment, subject: Subject) -> bool:
@@ -78,11 +86,12 @@ AXES: Mapping[str, Axis] = {
         # what a rank gets of reduced gradients is all-reduced between nodes.
         Axis(name="home", on="unit", values=("all", "node"), default="all", applies=_home_applies, can_change=False),
         # What forward leaves of a unit for backward beside that: nothing; a shard in each node, from which backward
-        # gathers without the network between nodes; or the whole unsharded unit.
+        # gathers without the network between nodes; the whole unsharded unit; or that for ever: gathered once, it
+        # stays unsharded beside its shard through all steps and evaluations.
         Axis(
             name="keep",
             on="unit",
-            values=("nothing", "node", "whole"),
+            values=("nothing", "node", "whole", "always"),
             default="nothing",
             applies=_keep_applies,
             by_slice=True,
@@ -216,6 +225,10 @@ HPZ = Treatment(keep="node")
 """Resharded after forward but for a shard in each node, from which backward gathers: ZeRO++'s secondary partition, or
 ``reshard_after_forward=<ranks of a node>``."""
 
+RESIDENT = Treatment(keep="always")
+"""Gathered once and never freed, of units in which nothing is trained: ``reshard_after_forward=False`` with
+``set_reshard_after_backward(False)`` for ever."""
+
 HSDP = Treatment(home="node")
 """As ZDP among the ranks of a node, replicated across nodes: ``HYBRID_SHARD``, or ``fully_shard`` on a mesh of nodes
 and ranks of a node."""
@@ -223,12 +236,21 @@ and ranks of a node."""
 HDP = Treatment(home="node", keep="whole")
 """As DP among the ranks of a node, replicated across nodes: ``_HYBRID_SHARD_ZERO2``."""
 
-NAMED_MODES: Mapping[str, Treatment] = {"ZDP": ZDP, "hpZ": HPZ, "DP": DP, "HSDP": HSDP, "HDP": HDP}
+NAMED_MODES: Mapping[str, Treatment] = {
+    "ZDP": ZDP,
+    "hpZ": HPZ,
+    "DP": DP,
+    "resident": RESIDENT,
+    "HSDP": HSDP,
+    "HDP": HDP,
+}
 """Treatments of a unit's parameters by the names that people know, in the order in which they are offered: of those
 that are sharded over the same ranks, the one with the least memory first."""
 
-MODES = {name: mode for name, mode in NAMED_MODES.items() if not mode.needs_nodes}
-"""Those that there are on any cluster, in the same order."""
+MODES = {
+    name: mode for name, mode in NAMED_MODES.items() if mode.within(Subject(has_nodes=False, may_stay=False)) == mode
+}
+"""Those that there are on any cluster for any unit, in the same order."""
 
 SYNC_CHOICES = ("every", "last", "node")
 """Values of ``reduce``, in the order in which they are offered."""
@@ -246,8 +268,12 @@ def named(*names: str, reduce: str = "every") -> tuple[Treatment, ...]:
 
 
 def freed_and_kept(treatment: Treatment) -> tuple[Treatment, Treatment]:
-    """The same, once with nothing of the unit left after forward, and once with all of it kept."""
-    return treatment.but(keep="nothing"), treatment.but(keep="whole")
+    """The same, once with nothing of the unit left after forward, and once with all of it kept.
+
+    What is kept for ever is so then, too.
+    """
+    kept = treatment if treatment["keep"] == "always" else treatment.but(keep="whole")
+    return treatment.but(keep="nothing"), kept
 
 
 def modes_of(names: Collection[str] = tuple(MODES), sync: Collection[str] = SYNC_CHOICES) -> tuple[Treatment, ...]:

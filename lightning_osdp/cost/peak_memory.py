@@ -13,6 +13,8 @@ has S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u 
     peak(x, y) = max_k ( floor_k + sum over the first k units of x_u (1 - y_u) P_u
                                  + sum over all units of y_u (S_u - s_u + x_u P_u) )
 
+A resident unit holds P_u all the time: at every k, and while the optimizer steps.
+
 An hpZ unit holds P_u / m while it is freed, on m ranks of a node; so it does until it is copied out again, and under
 mixed precision it is copied before, which is left out here. One that is sharded in the node holds more at every k:
 its shard, state and reduced gradient are those of one of m ranks in place of N. Its copies are larger in that ratio,
@@ -182,8 +184,11 @@ class StepMemory:
         k = max(self.moments, key=lambda k: self.moments[k].num_bytes + kept[k])
         states = sum(self.more_states_bytes(unit, mode) for unit, mode in enumerate(modes))
         replicated = {"parameter shards": states}  # with what belongs to them
-        if self.update is not None and self.update.num_bytes + states >= self.moments[k].num_bytes + kept[k]:
-            return PeakMemory.of(self.update, besides=replicated)
+        resident = sum(
+            self.gathered_bytes[place] for place, unit in enumerate(self.order) if effects_of(modes[unit]).is_resident
+        )
+        if self.update is not None and self.update.num_bytes + states + resident >= self.moments[k].num_bytes + kept[k]:
+            return PeakMemory.of(self.update, besides=replicated | {"gathered parameters": resident})
         chosen = [modes[unit] for unit in self.order]
         whole = sum(
             num_bytes
@@ -210,12 +215,8 @@ def exact_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAUL
         if not largest or num_bytes > largest[0].num_bytes:
             largest[:] = [moment()]
 
-    live = engine.live_parts(step, keep_if_largest, modes=modes)
-    for events in engine.events_of(step, modes):
-        live.begin_micro_batch()
-        for event in events:
-            live.read(event)
-    live.update()
+    for live, micro_batches in engine.passes(step, modes, keep_if_largest):
+        live.read_all(micro_batches)
     return PeakMemory.of(largest[0])
 
 

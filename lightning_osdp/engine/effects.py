@@ -34,6 +34,8 @@ class Effects:
     """What happens to its complete gradients: in every micro-batch but the last, and in the last one."""
     stays: bool = False
     """Whether what forward leaves stays from one micro-batch to the next."""
+    is_resident: bool = False
+    """Whether it stays from one step to the next, too, and in evaluations: a fit gathers the unit once."""
 
     @property
     def is_kept(self) -> bool:
@@ -60,7 +62,8 @@ class Effects:
 
         A unit is gathered at each call in forward, and at each that backward comes to: less those that find it there.
         One that is kept is there at all calls in forward, and at the first that backward comes to; after that nothing
-        is left of it but what is sharded between steps. Where no unit is given, it is one that forward calls once.
+        is left of it but what is sharded between steps. A resident one was gathered in the first step, which is not
+        counted. Where no unit is given, it is one that forward calls once.
         """
         return _counts(self, *_calls(unit), num_micro_batches)
 
@@ -82,7 +85,8 @@ def _calls(unit: UnitProfile | None) -> tuple[int, int]:
 def _counts(effects: Effects, num_calls: int, num_reached: int, num_micro_batches: int) -> Mapping[Kind, int]:
     counts = Counter[Kind]()
     first = max(1, num_reached)
-    counts[GATHER_OVER[effects.sharded_over]] += first * (1 if effects.stays else num_micro_batches)
+    if not effects.is_resident:
+        counts[GATHER_OVER[effects.sharded_over]] += first * (1 if effects.stays else num_micro_batches)
     if not effects.is_kept:
         counts[GATHER_OVER[effects.left_over]] += (num_calls + num_reached - first) * num_micro_batches
     for kinds, number in zip(effects.reductions, (num_micro_batches - 1, 1), strict=True):
@@ -129,13 +133,15 @@ _REDUCTIONS: Mapping[tuple[str, str], tuple[tuple[Kind, ...], tuple[Kind, ...]]]
 def effects_of(treatment: Treatment) -> Effects:
     """What a unit's treatment does on several ranks."""
     home = treatment["home"]
-    left_over = {"nothing": home, "node": "node", "whole": "one"}[treatment["keep"]]
+    left_over = {"nothing": home, "node": "node", "whole": "one", "always": "one"}[treatment["keep"]]
+    is_resident = treatment["keep"] == "always"
     reductions = _REDUCTIONS[home, treatment["reduce"]]
     return Effects(
         sharded_over=home,
         left_over=left_over,
         reductions=reductions,
-        stays=left_over == "one" and "accumulate" in reductions[0],
+        stays=is_resident or (left_over == "one" and "accumulate" in reductions[0]),
+        is_resident=is_resident,
     )
 
 

@@ -22,6 +22,7 @@ beside the states between steps:
   its own beside the reduced gradients where these have another dtype, or are added to those of earlier micro-batches.
   Where the last micro-batch alone all-reduces, what the others have scattered is left in its place, in the dtype of
   reducing.
+- A resident unit is there all the time, also while the optimizer steps.
 - On one rank there are no buffers, but shards are copied all the same.
 - Gradients that are not reduced are left as backward makes them, and added to in place; or cast to the dtype of
   reducing, where that is another, and those of the next micro-batch are added when a unit has all of them.
@@ -88,8 +89,8 @@ class LiveParts:
     Parameters and gradients are tensors of their own, and are copied to and from what collectives use.
 
     Arguments are as of `FSDP2.live_parts`. ``layout`` is that of the units on the rank in question, ``shards`` the
-    number of ranks that each is sharded over; where ``is_bound``, what is left of one unit while another runs is the
-    most that other modes would leave.
+    number of ranks that each is sharded over, ``resident`` units that are there all the time; where ``is_bound``, what
+    is left of one unit while another runs is the most that other modes would leave.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class LiveParts:
         *,
         layout: Layout,
         shards: Sequence[int],
+        resident: Sequence[int] = (),
+        is_first_step: bool = False,
         asynchronous_unshard: bool,
         is_bound: bool,
     ) -> None:
@@ -116,7 +119,7 @@ class LiveParts:
         self.settled = 0.0  # bytes beyond the saved tensors while a unit's gradients are reduced
         self.pending: set[int] = set()  # units whose buffer is not copied out yet
         self.copied: int | None = None  # the unit that was awaited last, if it was copied out then
-        self.whole: set[int] = set()  # units that are copied out
+        self.whole = {*resident}  # units that are copied out
         self.retained: set[int] = set()  # units of which there is a shard in each node
         self.buffers = 0.0  # that all-gathers have filled, with the next one
         self.lingering = 0.0  # the buffer that forward has copied out last
@@ -133,8 +136,8 @@ class LiveParts:
             "buffers": float(step.profile.buffer_bytes),
             "workspaces of libraries": float(step.cluster.library_workspace_bytes),
             "batch": step.profile.batch_bytes.at(self.samples),
-            "reduced gradients": sum(size.reduced for size in self.sizes),
-            "gathered parameters": 0.0,
+            "reduced gradients": 0.0 if is_first_step else sum(size.reduced for size in self.sizes),
+            "gathered parameters": float(sum(self.sizes[unit].gathered for unit in resident)),
             "unsharded gradients": 0.0,
             "accumulated gradients": 0.0,
             "activations": 0.0,
@@ -155,8 +158,16 @@ class LiveParts:
         """What one event of `FSDP2.micro_batches` allocates and frees: there is a method for each kind."""
         self._readers[event.kind](event.of)
 
+    def read_all(self, micro_batches: Iterable[Iterable[Event]]) -> None:
+        """A whole step of these events, with its update."""
+        for events in micro_batches:
+            self.begin_micro_batch()
+            for event in events:
+                self.read(event)
+        self.update()
+
     def update(self) -> None:
-        """The optimizer step: all gradients are reduced, nothing is gathered."""
+        """The optimizer step: all gradients are reduced, nothing is gathered but what is resident."""
         self._drop_all_reduced()
         self.parts |= {"reduced gradients": sum(size.reduced for size in self.sizes), "unsharded gradients": 0.0}
         self.parts["copies in flight"] = 0.0

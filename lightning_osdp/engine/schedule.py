@@ -22,6 +22,7 @@ With explicit lists of modules to prefetch, one for each unit:
   nodes, or in the last micro-batch the sum of what all have left.
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
+- A resident unit is gathered in the first step of all, and is there from then on.
 
 Lists hold at every call, and a unit that forward calls more than once has none, or it would gather what is not needed
 any more. For that reason a unit that is run again gathers none ahead that backward has come to.
@@ -67,10 +68,13 @@ class Host:
     late_forward: Collection[str] = ()
     """Units that forward does not gather ahead, by name."""
     late_backward: Collection[str] = ()
+    is_first_step: bool = False
+    """Whether it is the first step of all, in which resident units are gathered."""
 
     def __post_init__(self) -> None:
         units = self.units
-        self.gathered: set[int] = set()
+        self.resident = {unit for unit, effects in enumerate(self.effects) if effects.is_resident}
+        self.gathered: set[int] = set() if self.is_first_step else {*self.resident}
         self.retained: set[int] = set()
         """Units of which there is a shard in each node."""
         self.order = leaving_order(units)
@@ -261,7 +265,7 @@ class Host:
     def leave(self, unit: int) -> None:
         """Backward is through with a call of it."""
         self.turn += 1
-        if self.is_last or not self.effects[unit].stays:
+        if unit not in self.resident and (self.is_last or not self.effects[unit].stays):
             self.free(unit)
             self.retained.discard(unit)
 

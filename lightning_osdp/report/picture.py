@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, MODES, ZDP
+from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, RESIDENT, ZDP
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
@@ -34,6 +34,7 @@ KINDS = {
     "root": ("#F0E442", "root: always gathered"),
     ZDP.name: ("#BFD7EA", "ZDP: freed, gathered again"),
     DP.name: ("#0072B2", "DP: gathered once, kept"),
+    RESIDENT.name: ("#E76F51", "resident: frozen, gathered once in a fit"),
     HPZ.name: ("#7FB2D6", "hpZ: freed, gathered again in nodes"),
     HSDP.name: ("#C3E6CB", "HSDP: in the node, freed, gathered again"),
     HDP.name: ("#2E8B57", "HDP: in the node, gathered once, kept"),
@@ -172,7 +173,7 @@ def _draw_units(axes: Axes, plan: Plan) -> None:
     axes.set(xlim=(0, 1), ylim=(0, 1), yticks=[])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    used = {"root", *MODES, *(mode for unit in units for mode in unit.modes)}
+    used = {"root", ZDP.name, DP.name, *(mode for unit in units for mode in unit.modes)}
     handles = [Patch(facecolor=colour, label=words) for kind, (colour, words) in KINDS.items() if kind in used]
     for lines, words in HATCHES.values() if plan.blocks else ():
         handles.append(Patch(facecolor="white", edgecolor="black", hatch=lines, label=words))

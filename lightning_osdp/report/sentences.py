@@ -103,7 +103,9 @@ def explain(units: Sequence[Unit], plan: Plan) -> str:
     unkept = next((each for each in unit.treatments if each != kept), freed)
     keeping, keeping_more = ([each.cost(way).beyond(each.cost(kept)) for each in units] for way in (freed, unkept))
     share = num_kept / unit.num_slices
-    if num_kept == 0:
+    if effects_of(unit.treatments[0]).is_resident:
+        why = f"frozen: keeping {_takes(keeping, 1.0)} from the first step on {_saves(keeping, 1.0)}"
+    elif num_kept == 0:
         why = f"keeping it would {_if_kept(keeping_more, 1.0, plan)}"
     elif num_kept == unit.num_slices:
         why = f"keeping {_takes(keeping, 1.0)} {_saves(keeping, 1.0)}"
@@ -271,8 +273,8 @@ def wire_bytes(plan: Plan) -> float:
     Of an hpZ unit's all-gathers K are over the m ranks of a node, in each of which a rank sends (m-1)/m. So are all
     collectives of an HSDP and an HDP unit, and each reduce-scatter, or with sync node the last one, is followed by an
     all-reduce of S/m between N/m nodes, in which a rank sends 2 (1 - m/N) of that.
-    Frozen units, which reduce nothing, modules that forward calls more than once, and units inside of blocks that are
-    run again are counted as any other.
+    Resident units are gathered in the first step of all, which is not counted. Other frozen ones, which reduce nothing,
+    modules that forward calls more than once, and units inside of blocks that are run again are counted as any other.
     """
     sent = 0.0
     for unit in plan.units:

@@ -18,7 +18,7 @@ from lightning_osdp.cost import (
     overhead_part_s,
     saving_peak,
 )
-from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, OVERHEAD, Event, Moment, in_modes
+from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, OVERHEAD, Event, Moment, effects_of, in_modes
 from lightning_osdp.simulation.contention import ContendedTimeline
 from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
@@ -37,7 +37,7 @@ class StepEstimate:
     contention_s: float = 0.0
     """Seconds by which both of these take longer because collectives run beside them, see `Cluster.contention`."""
     peak: PeakMemory
-    """The largest moment: bytes, phase, operator, and what the bytes consist of."""
+    """The largest moment, be it in the first step: bytes, phase, operator, and what the bytes consist of."""
     reserved_bytes: int = 0
     """Bytes that CUDA's allocator reserves for it at least, see `reserved_by`."""
     evaluation_bytes: int = 0
@@ -84,6 +84,13 @@ def simulate_step(
             live.read(event)
         timeline.end_backward()
     live.update()
+    first_step: list[Moment] = []
+    if any(effects_of(mode).is_resident for mode in modes):
+        early = engine.live_parts(
+            step, lambda _, moment: first_step.append(moment()), modes=modes, rank=rank, is_first_step=True
+        )
+        early.read_all(engine.events_of(step, modes, is_first_step=True))
+    alive = [*(moment for _, moment in moments), *first_step]
     update_s = optimizer_s(step.profile, step.cluster) + sum(
         more_optimizer_s(step.profile, step.cluster, unit, mode) for unit, mode in zip(step.units, modes, strict=True)
     )
@@ -93,8 +100,8 @@ def simulate_step(
         communication_s=_total_s(simulated, durations.collectives_s, num_micro_batches),
         overhead_s=_total_s(simulated, durations.overhead_s, num_micro_batches),
         contention_s=timeline.total_slowed_s(num_micro_batches),
-        peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
-        reserved_bytes=math.ceil(reserved_by([moment for _, moment in moments])),
+        peak=PeakMemory.of(max(alive, key=lambda moment: moment.num_bytes)),
+        reserved_bytes=math.ceil(reserved_by(alive)),
         evaluation_bytes=math.ceil(evaluation_peak(step, modes, engine=engine)),
         saving_bytes={
             kind: math.ceil(saving_peak(step, modes, is_sharded=kind == "sharded", engine=engine))

@@ -6,12 +6,16 @@ import random
 
 import pytest
 
-from lightning_osdp.assign import Setting, assign_modes, block_units
+from lightning_osdp.assign import Setting, assign_modes, block_units, fill_spare
 from lightning_osdp.assign.menu import unbeaten
-from lightning_osdp.core.axes import NAMED_MODES, modes_of
+from lightning_osdp.core.axes import DP, NAMED_MODES, RESIDENT, ZDP, modes_of
+from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.units import partition
+from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
+from lightning_osdp.simulation import simulate_step
 from tests import corpus
+from tests.steps import SLOW
 
 MOST_ASSIGNMENTS = 4000
 
@@ -74,3 +78,64 @@ def test_nothing_better_is_lost_with_what_menus_leave_out(seed):
                 for time_s in [costs.step_time_s(modes)]
             )
             assert best_s == pytest.approx(fastest_s, rel=1e-9)
+
+
+def based(setting, *, overlaps=False, num_micro_batches=1):
+    """A model of frozen operators with a small trained one behind each."""
+    sizes = {"frozen": (800, 1600, 400), "trained": (80, 40, 40)}
+    operators = [
+        {"name": f"{kind}{index}", "parameter_bytes": sizes[kind][index], "frozen": kind == "frozen"}
+        | {"activation_bytes_per_sample": 100, "forward_s_per_sample": 0.1}
+        for index in range(3)
+        for kind in sizes
+    ]
+    return setting(
+        operators=operators,
+        cluster=Cluster(world_size=2, all_gather=SLOW, reduce_scatter=SLOW, overlaps=overlaps),
+        workload=Workload(micro_batch_size=1, num_micro_batches=num_micro_batches),
+        modes=modes_of([*NAMED_MODES]),
+        engine=FSDP2(backward_prefetch="none"),
+    )
+
+
+def test_what_is_resident_is_gathered_in_no_step_and_is_there_at_every_moment(setting):
+    for num_micro_batches in (1, 3):
+        found = based(setting, num_micro_batches=num_micro_batches)
+        kept = [DP if unit.is_root else ZDP for unit in found.units]
+        base = [
+            RESIDENT if unit.name.startswith("frozen") else mode for unit, mode in zip(found.units, kept, strict=True)
+        ]
+        estimate, without = (simulate_step(found, modes, engine=found.engine) for modes in (base, kept))
+        assert without.communication_s - estimate.communication_s == pytest.approx(
+            SLOW.ring_s(800, 2) * num_micro_batches
+            + 2 * num_micro_batches * (SLOW.ring_s(1600, 2) + SLOW.ring_s(400, 2))
+        )
+        least = {min(moment.parts["gathered parameters"] for _, moment in each.moments) for each in (estimate, without)}
+        assert least == {2800.0, 0.0}
+        assert estimate.evaluation_bytes - without.evaluation_bytes >= 2800 - 1600
+        assert found.costs.memory.peak(base).peak_bytes >= found.costs.exact_peak(base).peak_bytes
+        assert found.costs.exact_peak(base) == estimate.peak
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_frozen_units_are_resident_as_far_as_memory_allows(setting, overlaps, num_micro_batches):
+    found = based(setting, overlaps=overlaps, num_micro_batches=num_micro_batches)
+    costs, numbers = found.costs, set()
+    offered = [{mode.name for mode in options} for options in costs.options[1:]]
+    assert offered == [{"ZDP", "DP", "resident"}, {"ZDP", "DP"}] * 3
+    every = [
+        (costs.step_time_s(modes), costs.exact_peak(modes).peak_bytes) for modes in itertools.product(*costs.menus)
+    ]
+    sizes = [peak_bytes for _, peak_bytes in every]
+    for limit_bytes in range(min(sizes), max(sizes) + 500, 100):
+        assigned = assign_modes(found, memory_limit_bytes=limit_bytes)
+        if assigned is None:  # the closed form is a bound
+            assert costs.least_bytes > limit_bytes
+            continue
+        filled = fill_spare(assigned, memory_limit_bytes=limit_bytes)
+        assert costs.exact_peak(filled.modes).peak_bytes <= limit_bytes
+        assert min(s for s, peak_bytes in every if peak_bytes <= limit_bytes) * (1 - 1e-9) <= filled.step_time_s
+        assert assigned.bound_s <= assigned.step_time_s * (1 + 1e-9)
+        numbers.add([mode.name for mode in filled.modes].count("resident"))
+    assert {0, 3} < numbers  # and some in between

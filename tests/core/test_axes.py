@@ -14,6 +14,7 @@ from lightning_osdp.core.axes import (
     MODES,
     NAMED_MODES,
     ONE_NODE,
+    RESIDENT,
     ZDP,
     Subject,
     Treatment,
@@ -24,13 +25,13 @@ from lightning_osdp.core.axes import (
 
 
 def test_treatments_are_found_by_their_names_least_memory_first():
-    expected = [("ZDP", ZDP), ("hpZ", HPZ), ("DP", DP), ("HSDP", HSDP), ("HDP", HDP)]
+    expected = [("ZDP", ZDP), ("hpZ", HPZ), ("DP", DP), ("resident", RESIDENT), ("HSDP", HSDP), ("HDP", HDP)]
     assert list(NAMED_MODES.items()) == expected
     assert [mode.but(reduce="last", saves="recompute").name for mode in NAMED_MODES.values()] == [*NAMED_MODES]
     assert named("DP", "HSDP", reduce="last") == (DP.but(reduce="last"), HSDP.but(reduce="last"))
 
 
-def test_those_without_nodes_are_there_on_any_cluster():
+def test_those_without_nodes_are_there_on_any_cluster_for_any_unit():
     assert list(MODES.items()) == [("ZDP", ZDP), ("DP", DP)]
 
 
@@ -52,11 +53,20 @@ def test_values_apply_where_their_axes_say():
     assert saving.within(Subject(profiled=["recompute", "offload"])) == saving
 
 
+def test_what_is_trained_in_nodes_or_reduces_its_gradients_later_does_not_stay_for_ever():
+    frozen = Subject(is_trained=False)
+    assert RESIDENT.within(frozen) == RESIDENT
+    assert RESIDENT.within(Subject(may_stay=False)) == ZDP
+    assert RESIDENT.but(home="node").within(frozen) == HSDP
+    assert RESIDENT.but(reduce="last").within(frozen) == RESIDENT
+
+
 def test_what_frees_and_what_keeps_a_unit_are_over_the_same_ranks():
     assert {mode.name: freed_and_kept(mode) for mode in NAMED_MODES.values()} == {
         "ZDP": (ZDP, DP),
         "hpZ": (ZDP, DP),
         "DP": (ZDP, DP),
+        "resident": (ZDP, RESIDENT),
         "HSDP": (HSDP, HDP),
         "HDP": (HSDP, HDP),
     }

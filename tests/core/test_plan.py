@@ -198,7 +198,10 @@ def test_a_search_space_of_lists_and_sets_is_stored():
         ([], "the plan at Plan.search_space to be an object, got []"),
         ({"mode": ["DP"]}, "unknown: ['mode']"),
         ({"modes": "DP"}, "Expected the plan at Plan.search_space.modes to be a list, got 'DP'"),
-        ({"modes": ["DDP"]}, "SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP')"),
+        (
+            {"modes": ["DDP"]},
+            "SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP')",
+        ),
         ({"slices": [1, 2.5]}, "search_space.slices[1] to be a whole number below 2^63, got 2.5"),
         ({"min_unit_bytes": "1"}, "min_unit_bytes to be a whole number below 2^63, got '1'"),
         ({"share_units": None}, "to be true or false, got None"),
@@ -489,11 +492,14 @@ def test_an_unknown_cost_model_is_refused():
         ),
         (
             {"treatments": [{"keep": "all"}]},
-            "the plan at Plan.units[1].treatments[0].keep to be one of ('nothing', 'node', 'whole'), got 'all'.",
+            (
+                "the plan at Plan.units[1].treatments[0].keep to be one of"
+                " ('nothing', 'node', 'whole', 'always'), got 'all'."
+            ),
         ),
         (
             {"treatments": [{"keep": 1}]},
-            "the plan at Plan.units[1].treatments[0].keep to be one of ('nothing', 'node', 'whole'), got 1.",
+            "the plan at Plan.units[1].treatments[0].keep to be one of ('nothing', 'node', 'whole', 'always'), got 1.",
         ),
         (
             {"treatments": [{"saves": "recompute"}]},
@@ -507,7 +513,10 @@ def test_an_unknown_cost_model_is_refused():
         ),
         (
             {"menu": [{"treatment": {}}, {"treatment": {"keep": 1}}]},
-            "the plan at Plan.units[1].menu[1].treatment.keep to be one of ('nothing', 'node', 'whole'), got 1.",
+            (
+                "the plan at Plan.units[1].menu[1].treatment.keep to be one of"
+                " ('nothing', 'node', 'whole', 'always'), got 1."
+            ),
         ),
         ({"name": ""}, "units and operators of the plan once each, got unit '' of the plan again."),
         ({"operators": ["norm"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),

@@ -7,7 +7,10 @@ from lightning_osdp.errors import ConfigurationError
 
 
 def test_everything_is_offered_unless_told():
-    assert (SearchSpace().modes, SearchSpace().min_unit_bytes) == (("ZDP", "hpZ", "DP", "HSDP", "HDP"), None)
+    assert (SearchSpace().modes, SearchSpace().min_unit_bytes) == (
+        ("ZDP", "hpZ", "DP", "resident", "HSDP", "HDP"),
+        None,
+    )
 
 
 def test_limits_are_kept():
@@ -21,13 +24,15 @@ def test_modes_that_do_not_exist_and_none_at_all_are_refused(modes):
         SearchSpace(modes=modes)
     assert (
         str(caught.value)
-        == f"SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got {modes!r}."
+        == "SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP'),"
+        f" got {modes!r}."
     )
 
 
 def test_a_text_is_no_list_of_modes():
     with pytest.raises(
-        ConfigurationError, match=r"must name at least one of \('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'\), got 'ZDP'"
+        ConfigurationError,
+        match=r"must name at least one of \('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP'\), got 'ZDP'",
     ):
         SearchSpace(modes="ZDP")
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp import profile_model
 from lightning_osdp.apply.internals import gathering
-from lightning_osdp.core.axes import ALL_MODES, DP, HDP, HPZ, HSDP, SYNC_CHOICES, ZDP
+from lightning_osdp.core.axes import ALL_MODES, DP, HDP, HPZ, HSDP, RESIDENT, SYNC_CHOICES, ZDP, Subject
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
 from lightning_osdp.core.units import merged, partition
 from lightning_osdp.engine import FSDP2, effects_of, leaving_order
@@ -173,7 +173,8 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch):
                     module.set_requires_gradient_sync(not waits, recurse=False)
                     if mode["reduce"] == "node":
                         module.set_requires_all_reduce(is_last, recurse=False)
-                    module.set_reshard_after_backward(not (waits and effects_of(mode).is_kept), recurse=False)
+                    stays = effects_of(mode).is_resident or (waits and effects_of(mode).is_kept)
+                    module.set_reshard_after_backward(not stays, recurse=False)
                 model(torch.randn(4, WIDTH)).backward()
                 found.append(list(seen))
             for parameter in model.parameters():
@@ -218,10 +219,11 @@ def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, monkey
     if by_block:
         units = merged(profile, units, BLOCKS)
     of_nodes = [mode.but(reduce=sync) for mode in (HSDP, HDP) for sync in SYNC_CHOICES]
-    for mode, ahead, asynchronous in product((*ALL_MODES, HPZ, *of_nodes), (False, True), (False, True)):
+    for mode, ahead, asynchronous in product((*ALL_MODES, RESIDENT, HPZ, *of_nodes), (False, True), (False, True)):
         for prefetch, number in product(PREFETCH_CHOICES, (1, 2)):
             engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
-            allowed = [mode if engine.may_wait(unit) else mode.but(reduce="every") for unit in units]
+            subjects = [Subject(may_wait=engine.may_wait(unit), may_stay=not unit.gradient_bytes) for unit in units]
+            allowed = [mode.within(subject) for subject in subjects]
             modes = [DP if unit.is_root else each for unit, each in zip(units, allowed, strict=True)]
             seen = done(Model(**CASES[case]), units, modes, engine, number, monkeypatch)
             expected = predicted(profile, units, modes, engine, number)

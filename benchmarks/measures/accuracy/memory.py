@@ -18,7 +18,7 @@ from benchmarks.measures.section import Section
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import StepBytes, count_step
 from lightning_osdp import OSDPStrategy, Plan, TrainingStep, profile_model
-from lightning_osdp.core.axes import DP, HDP, NAMED_MODES, ZDP, Treatment, named
+from lightning_osdp.core.axes import DP, HDP, NAMED_MODES, RESIDENT, ZDP, Treatment, named
 from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import ModelProfile
@@ -227,9 +227,13 @@ def phases(estimate: StepEstimate) -> dict[str, int]:
     return found
 
 
+_TRAINED = {name: mode for name, mode in NAMED_MODES.items() if mode is not RESIDENT}
+"""Modes of units that may be trained."""
+
+
 def _modes(case: Case, units: Sequence[UnitProfile]) -> list[Treatment]:
     draw = random.Random(f"{case.family} {case.seed} modes")
-    choices = {"zdp": (ZDP,), "dp": (DP,), "mix": (ZDP, DP), "nodes": (*NAMED_MODES.values(),)}[case.modes]
+    choices = {"zdp": (ZDP,), "dp": (DP,), "mix": (ZDP, DP), "nodes": (*_TRAINED.values(),)}[case.modes]
     roots = (DP, HDP) if case.modes == "nodes" else (DP,)
     modes = [draw.choice(roots) if unit.is_root else draw.choice(choices) for unit in units]
     syncs = ["every", "last"] if case.sync == "mix" else [case.sync]
@@ -249,7 +253,7 @@ def _modes_of_slices(case: Case, unit: UnitProfile, mode: Treatment) -> tuple[st
         return (mode.name,)
     draw = random.Random(f"{case.family} {case.seed} {unit.name} slices")
     number = min(draw.randint(1, case.most_slices), cuts[0].num_features)
-    alike = tuple(name for name, each in NAMED_MODES.items() if each["home"] == mode["home"])
+    alike = tuple(name for name, each in _TRAINED.items() if each["home"] == mode["home"])
     choices = {"mix": (ZDP.name, DP.name), "nodes": alike}.get(case.modes, (mode.name,))
     return tuple(draw.choice(choices) for _ in range(number)) if number > 1 else (mode.name,)
 

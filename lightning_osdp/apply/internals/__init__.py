@@ -8,6 +8,7 @@ Each module is a subject. Callers, also in the room, write its name in front: ``
 `sharding`      changes of modules before and after ``fully_shard``, and undoing it
 `gathering`     all-gathers and reduce-scatters, and what they leave
 `unsharded`     changes of parameters while they are unsharded, which shards take over
+`resident`      units that stay unsharded for ever
 `backward`      the end of backward for each unit, and gradients that are not reduced yet
 ==============  =========================================================================================
 """
@@ -17,9 +18,9 @@ from __future__ import annotations
 import torch
 
 try:
-    from lightning_osdp.apply.internals import access, backward, dtensors, gathering, sharding, unsharded
+    from lightning_osdp.apply.internals import access, backward, dtensors, gathering, resident, sharding, unsharded
 except ImportError as error:
     _text = f"Expected a torch with the parts of fully_shard that 2.13 to 2.15 have, got {torch.__version__}: {error}"
     raise ImportError(_text) from error
 
-__all__ = ["access", "backward", "dtensors", "gathering", "sharding", "unsharded"]
+__all__ = ["access", "backward", "dtensors", "gathering", "resident", "sharding", "unsharded"]

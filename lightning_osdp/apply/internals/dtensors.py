@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from lightning_osdp.errors import ConfigurationError
 
 _SHARD = "_osdp_shard"
-"""Attribute that marks parameters as shards of a unit."""
+"""Attribute that marks parameters as shards of a unit: how often somebody asked for what may be written to unseen."""
 _PIECE = 2**18
 """Number of elements that are hashed at once."""
 
@@ -37,12 +37,34 @@ def set_values() -> None:
     without the mark of `mark_shard` behave as ever.
     """
     if "data" not in vars(DTensor):
-        DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
+        DTensor.data = property(_get_data, _set_data)  # type: ignore[assignment]
+        DTensor.to_local = partialmethod(_to_local, DTensor.to_local)  # type: ignore[assignment]
 
 
 def mark_shard(parameter: Tensor) -> None:
-    """Marks a parameter as a shard for `set_values`."""
-    vars(parameter)[_SHARD] = True
+    """Marks a parameter as a shard for `set_values` and `num_accesses`."""
+    vars(parameter)[_SHARD] = 0
+
+
+def num_accesses(parameter: Tensor) -> int:
+    """Number of times that a shard was asked for ``data`` or ``to_local()``; no version tells of writes to these."""
+    number: int = vars(parameter).get(_SHARD, 0)
+    return number
+
+
+def _get_data(tensor: DTensor) -> Any:
+    _note_access(tensor)
+    return Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+
+
+def _to_local(tensor: DTensor, to_local: Callable[..., Tensor], **kwargs: Any) -> Tensor:
+    _note_access(tensor)
+    return to_local(tensor, **kwargs)
+
+
+def _note_access(tensor: DTensor) -> None:
+    if _SHARD in vars(tensor):
+        vars(tensor)[_SHARD] += 1
 
 
 def _set_data(tensor: DTensor, value: Any) -> None:

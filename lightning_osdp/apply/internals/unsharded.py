@@ -167,7 +167,7 @@ class _Rows:
                 [_sampled(each, self._turn) for each in rows],
                 [_sampled(each, self._turn) for each in shards],
             )
-        differs = _differ(*map(torch.cat, self._samples))
+        differs = differ(*map(torch.cat, self._samples))
         self.are_written = differs if self.are_written is None else self.are_written.logical_or_(differs)
 
     def report(self) -> bool:
@@ -194,7 +194,7 @@ class _Rows:
             return
         self._shards = shards
         # Writes to ``data`` leave versions, which autograd checks, as they are.
-        pairs = [(_own_rows(self._group, each), shard.data) for each, shard in zip(parameters, shards, strict=True)]
+        pairs = [(own_rows(self._group, each), shard.data) for each, shard in zip(parameters, shards, strict=True)]
         same = [(shard, rows) for rows, shard in pairs if rows.dtype == shard.dtype]
         self._copied = [shard for shard, _ in same], [rows for _, rows in same]
         self._compared = [(rows.flatten(), shard.flatten()) for rows, shard in pairs if rows.dtype != shard.dtype]
@@ -228,7 +228,7 @@ def _renew(parameter: Any) -> None:
     parameter._unsharded_param.data = _gathered(parameter)
 
 
-def _own_rows(group: Any, parameter: Any) -> Tensor:
+def own_rows(group: Any, parameter: Any) -> Tensor:
     """View of this rank's rows of an unsharded parameter."""
     whole, mesh = _gathered(parameter), group.mesh_info
     if not whole.dim():
@@ -243,6 +243,6 @@ def _sampled(flat: Tensor, turn: int) -> Tensor:
     return flat[turn % step :: step]
 
 
-def _differ(rows: Tensor, shards: Tensor) -> Tensor:
+def differ(rows: Tensor, shards: Tensor) -> Tensor:
     """True, on the device, if shards differ from rows in any bit once they have the precision of rows."""
     return (rows.view(torch.uint8) != shards.to(rows.dtype).view(torch.uint8)).any()

@@ -124,7 +124,7 @@ class Units:
         if is_fitting:
             self._begin_fit(trainer, model, resumed, is_new=is_new)
         reshard_before_hooks(trainer, model.sharded)
-        model.sharded.reshard()
+        model.sharded.free()
         return model.sharded.module
 
     def _shard(

@@ -1,0 +1,152 @@
+"""Units that stay unsharded for ever, as nothing of them is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_osdp.apply.internals import access, dtensors, unsharded
+
+_RESIDENT = "lightning_osdp_is_resident"
+"""Attribute of units that are told to stay unsharded."""
+
+
+def set_resident(module: nn.Module, *, is_resident: bool) -> None:
+    """Has a unit stay unsharded as `Residence` says, or as any other does."""
+    group = access.group_of(module)
+    if group is not None:
+        setattr(group, _RESIDENT, is_resident)
+
+
+class Residence:
+    """Keeps what is gathered of units that are told to stay unsharded, as long as all their parameters are frozen.
+
+    Where torch would free it, a module gets its shards alone: optimizers, state dicts and users find what they find
+    of any other unit. Where the unit is needed again, its module gets what is kept, and no all-gather runs.
+
+    Shards may have been written to meanwhile: by users' hooks, by what loads weights, or by an optimizer that has them.
+    So ranks agree, before a unit is needed for the first time after that, of which units shards are others than what is
+    kept; those are gathered anew. A rank looks where versions tell of writes, or where somebody has asked for ``data``
+    or ``to_local()``, of which no version tells. So it is where a step itself has written to shards, on all ranks, of a
+    unit that it has not run yet.
+
+    ``agree`` is given what this rank has found of each group, 0 or 1, and returns the largest of all ranks.
+
+    Attributes:
+        opens_itself: whether others may write to shards whenever a module shows them; else whoever runs the steps says
+            when, by `open`.
+    """
+
+    def __init__(self, groups: Sequence[Any], agree: Callable[[list[int]], Sequence[int]]) -> None:
+        self._groups, self._agree = groups, agree
+        self.opens_itself = True
+        self._is_open = True  # whether shards may have been written to since ranks last agreed
+        self._kept: dict[Any, list[Any]] = {}  # groups of which there is what was gathered -> marks of their shards
+        for group in groups:
+            group.unshard = partial(self._unshard, group, group.unshard)
+            group.wait_for_unshard = partial(self._wait, group, group.wait_for_unshard)
+            group._to_sharded = partial(self._leave, group, group._to_sharded)
+
+    def open(self) -> None:
+        """Others may write to shards from now on."""
+        self._is_open = True
+
+    def settle(self) -> None:
+        """Ends that: what is outdated is freed, on all ranks. Call it on all of them."""
+        if self._is_open:
+            self._compare()
+
+    def _compare(self) -> None:
+        self._is_open = False
+        if not self._kept:
+            return
+        hidden = [group in self._kept and not group.is_unsharded for group in self._groups]
+        told = self._agree(
+            [int(is_hidden and self._is_outdated(group)) for group, is_hidden in zip(self._groups, hidden, strict=True)]
+        )
+        for group, is_hidden, is_outdated in zip(self._groups, hidden, told, strict=True):
+            if is_outdated:
+                self._free(group)
+            elif is_hidden:
+                self._kept[group] = _marks(group)
+
+    def free(self) -> None:
+        """Keeps nothing of what was gathered so far; units are sharded when this is called."""
+        for group in [*self._kept]:
+            self._free(group)
+
+    def _unshard(self, group: Any, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if group in self._kept and not group.is_unsharded:
+            if self._is_open or self._kept[group] != _marks(group):
+                self._compare()
+            elif not _may_stay(group):
+                self._free(group)
+        if group not in self._kept:
+            unshard(*args, **kwargs)
+
+    def _wait(self, group: Any, wait_for_unshard: Callable[[], None]) -> None:
+        if group in self._kept:
+            group._to_unsharded()
+            return
+        was_there = group.is_unsharded
+        wait_for_unshard()
+        if group.is_unsharded and not was_there and _may_stay(group):
+            self._kept[group] = _marks(group)
+
+    def _leave(self, group: Any, to_sharded: Callable[[], None]) -> None:
+        if group in self._kept and not _may_stay(group):
+            if not group.is_unsharded:
+                self._free(group)
+            self._kept.pop(group, None)
+        if group not in self._kept:
+            to_sharded()
+            return
+        self._is_open |= self.opens_itself
+        for parameter in group.fsdp_params:
+            parameter.free_unsharded_param = access.do_nothing
+        try:
+            to_sharded()
+        finally:
+            for parameter in group.fsdp_params:
+                del parameter.free_unsharded_param
+
+    def _free(self, group: Any) -> None:
+        del self._kept[group]
+        for parameter in group.fsdp_params:
+            parameter.free_unsharded_param()
+
+    def _is_outdated(self, group: Any) -> bool:
+        """Whether this rank's shards are others than its rows of what is kept, bit by bit."""
+        if not _may_stay(group):
+            return True
+        now = _marks(group)
+        places = [place for place, mark in enumerate(self._kept[group]) if mark != now[place]]
+        return any(_differs(group, group.fsdp_params[place]) for place in places)
+
+
+def _may_stay(group: Any) -> bool:
+    """Whether a unit is to be kept, and its parameters are all frozen."""
+    is_resident = getattr(group, _RESIDENT, False)
+    return is_resident and not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+
+
+def _marks(group: Any) -> list[Any]:
+    """Of each shard of a unit what is another if somebody has written to it, or might have."""
+    marks = []
+    for parameter in group.fsdp_params:
+        sharded, rows = parameter.sharded_param, parameter._sharded_local_tensor
+        marks.append((id(sharded), sharded._version, id(rows), rows._version, dtensors.num_accesses(sharded)))
+    return marks
+
+
+@torch.no_grad()
+def _differs(group: Any, parameter: Any) -> bool:
+    """Whether a shard has other bits than this rank's rows of what is gathered, in the precision of these."""
+    rows, shard = unsharded.own_rows(group, parameter), dtensors.local(parameter.sharded_param)
+    if rows.shape != shard.shape or rows.device != shard.device:
+        return True
+    return bool(unsharded.differ(rows.flatten(), shard.flatten()))

@@ -1,0 +1,439 @@
+"""Frozen units that stay unsharded for a whole fit: gathered once, and training is what it is under DDP."""
+
+import dataclasses
+from collections import Counter
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
+from tests.distributed.support.fits import fitted, largest_difference, plan_for, shared_folder, trainer
+from tests.distributed.support.models import Base
+from tests.tiers import slow
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 6
+WIDTH = 12
+
+
+class Adapted(nn.Module):
+    """A frozen Linear, and what is trained beside it."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.frozen = nn.Linear(first, second).requires_grad_(False)
+        self.down, self.up = nn.Linear(first, 2, bias=False), nn.Linear(2, second, bias=False)
+
+    def forward(self, x):
+        return self.frozen(x) + self.up(self.down(x))
+
+
+class Adapters(Base):
+    """Frozen units before, between and behind trained ones; one is called twice, one has buffers."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.backbone = nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
+        self.layers = nn.ModuleList([Adapted(WIDTH, 2 * WIDTH), Adapted(2 * WIDTH, WIDTH)])
+        self.twice = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 3)
+        self.hooked = None
+
+    def loss(self, batch):
+        x, y = (each.to(self.head.weight.dtype) for each in batch)
+        hidden = self.backbone(x)
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        hidden = self.twice(self.norm(self.twice(hidden)))
+        return F.mse_loss(self.head(hidden).float(), y.float())
+
+    def dataset(self):
+        generator = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randn(160, 5, generator=generator), torch.randn(160, 3, generator=generator))
+
+    def val_dataloader(self):
+        return DataLoader(self.dataset(), batch_size=4)
+
+
+class AllGiven(Adapters):
+    """Frozen parameters are in the optimizer, too, and decay if they ever have gradients."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+class Short(Adapters):
+    """Two steps are an epoch, on two ranks."""
+
+    def dataset(self):
+        generator = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randn(16, 5, generator=generator), torch.randn(16, 3, generator=generator))
+
+
+def made(kind=Adapters, dtype=torch.float64):
+    """The model, with the same values in any strategy."""
+    return kind().to(dtype)
+
+
+def resident(plan):
+    """The plan with everything resident that is frozen, and the names of those units."""
+    module = made()
+    trained = {name.rpartition(".")[0] for name, each in module.named_parameters() if each.requires_grad}
+    frozen = [unit.name for unit in plan.units if unit.name and trained.isdisjoint(unit.operators)]
+    units = [unit.treated(keep="always", reduce="every") if unit.name in frozen else unit for unit in plan.units]
+    return dataclasses.replace(plan, units=tuple(units)), frozen
+
+
+def planned(kind=Adapters, modes="mixed", dtype=torch.float64, reduce="every", num_micro_batches=1):
+    plan = plan_for(made(kind, dtype), modes, world_size=dist.get_world_size(), num_micro_batches=num_micro_batches)
+    units = [unit.treated(reduce=reduce) if unit.name else unit for unit in plan.units]
+    return resident(dataclasses.replace(plan, units=tuple(units)))
+
+
+class Gathers:
+    """Counts all-gathers by unit while it is entered."""
+
+    def __enter__(self):
+        self.seen, original = Counter(), _fsdp_param_group.foreach_all_gather
+
+        def noted(parameters, *args, **kwargs):
+            self.seen[parameters[0]._module_info.module] += 1
+            return original(parameters, *args, **kwargs)
+
+        self._patch = mock.patch.object(_fsdp_param_group, "foreach_all_gather", noted)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_):
+        self._patch.stop()
+
+    def of(self, module, names):
+        return [self.seen[module.get_submodule(name)] for name in names]
+
+
+def whole(fit):
+    """Whole state on rank 0 of either strategy, nothing elsewhere."""
+    if isinstance(fit.strategy, OSDPStrategy):
+        return fit.strategy.whole_state_dict() or {}
+    return dict(fit.lightning_module.state_dict()) if dist.get_rank() == 0 else {}
+
+
+def ran(module, plan=None, **options):
+    """A fit of the module, under a plan or DDP, and its whole state."""
+    strategy = DDPStrategy(find_unused_parameters=True) if plan is None else OSDPStrategy(plan=plan)
+    if plan is not None and module.head.weight.dtype == torch.float64:
+        options["plugins"] = [OSDPPrecision("64-true")]
+    elif module.head.weight.dtype == torch.float64:
+        options["precision"] = "64-true"
+    fit = fitted(strategy, module, **{"max_steps": STEPS, **options})
+    return fit, {name: value.detach().clone() for name, value in whole(fit).items()}
+
+
+def differs(found, expected):
+    """On rank 0 the largest difference of two states, elsewhere nothing."""
+    return largest_difference(found, expected) if dist.get_rank() == 0 else 0.0
+
+
+def trains_like_ddp(kind, modes, reduce, num_micro_batches):
+    """Difference from DDP, and how often each resident unit is gathered, with validation in between."""
+    options = {"accumulate_grad_batches": num_micro_batches, "limit_val_batches": 2, "val_check_interval": 2}
+    options["max_steps"] = 4
+    plan, frozen = planned(kind, modes, reduce=reduce, num_micro_batches=num_micro_batches)
+    module = made(kind)
+    with Gathers() as gathers:
+        _, found = ran(module, plan, **options)
+    _, expected = ran(made(kind), **options)
+    return differs(found, expected), gathers.of(module, frozen), len(frozen)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "modes", "reduce", "num_micro_batches"),
+    [
+        (2, Adapters, "mixed", "every", 1),
+        (2, AllGiven, "zdp", "every", 3),
+        (2, Adapters, "dp", "last", 3),
+        slow(4, Adapters, "mixed", "every", 2),
+    ],
+)
+def test_what_is_frozen_is_gathered_once_and_training_is_that_of_ddp(
+    ranks, number, kind, modes, reduce, num_micro_batches
+):
+    arguments = {"kind": kind, "modes": modes, "reduce": reduce, "num_micro_batches": num_micro_batches}
+    for apart, gathered, num_frozen in ranks(number).run(trains_like_ddp, **arguments):
+        assert apart < 1e-12
+        assert (gathered, num_frozen > 3) == ([1] * num_frozen, True)
+
+
+def finetunes_like_others():
+    """Difference from plain FSDP where a callback unfreezes the backbone in the middle, and how units are gathered.
+
+    DDP reduces no gradients of what is frozen when it is made.
+    """
+    options = {"max_steps": -1, "max_epochs": 4}
+
+    def callback():
+        return BackboneFinetuning(unfreeze_backbone_at_epoch=2, lambda_func=lambda epoch: 1.5, backbone_initial_lr=0.02)
+
+    plan, frozen = planned(Short, "mixed")
+    module = made(Short)
+    with Gathers() as gathers:
+        _, found = ran(module, plan, callbacks=[callback()], **options)
+    start = made(Short).state_dict()
+    plain = plan_for(made(Short), "zdp", world_size=dist.get_world_size())
+    _, expected = ran(made(Short), plain, callbacks=[callback()], **options)
+    moved = float((expected["backbone.0.weight"] - start["backbone.0.weight"]).abs().max()) if expected else 1.0
+    inside = [name for name in frozen if name.startswith("backbone")]
+    others = [name for name in frozen if name not in inside]
+    return differs(found, expected), moved, gathers.of(module, inside), gathers.of(module, others)
+
+
+def test_a_unit_that_is_unfrozen_in_the_middle_is_gathered_after_each_update(ranks):
+    for apart, moved, inside, others in ranks(2).run(finetunes_like_others):
+        assert (apart < 1e-12, moved > 1e-3) == (True, True)
+        assert (min(inside) > 4, set(others)) == (True, {1})
+
+
+def _by_data(module, _):
+    module.twice.weight.data.mul_(1.25)
+
+
+def _by_operation(module, _):
+    with torch.no_grad():
+        module.twice.weight.add_(0.125)
+
+
+def _set_whole(module, _):
+    module.twice.weight.data = module.twice.weight.data * 1.5
+
+
+def _load(module, _):
+    other = made(type(module))
+    torch.manual_seed(5)
+    nn.init.normal_(other.twice.weight)
+    module.twice.load_state_dict(other.twice.state_dict())
+
+
+def _rows(module, _):
+    """What one rank has."""
+    with torch.no_grad():
+        rows = module.twice.weight
+        if hasattr(rows, "to_local"):
+            if dist.get_rank() == 0:
+                rows.to_local().data[:1].fill_(0.5)
+        else:
+            rows[:1].fill_(0.5)
+
+
+def _gathered(module, fit):
+    strategy = fit.strategy
+    if isinstance(strategy, OSDPStrategy):
+        with strategy.gathered(module.twice, write_back=True), torch.no_grad():
+            module.twice.weight.mul_(0.75)
+    else:
+        with torch.no_grad():
+            module.twice.weight.mul_(0.75)
+
+
+def _read(module, _):
+    """Nothing is written."""
+    module.twice.weight.data.sum()
+
+
+WRITES = {
+    "data": _by_data,
+    "operation": _by_operation,
+    "set": _set_whole,
+    "load": _load,
+    "rows": _rows,
+    "gathered": _gathered,
+    "read": _read,
+}
+
+
+class Teacher(Adapters):
+    """A frozen unit follows a trained one, moved in each step before it is called."""
+
+    def loss(self, batch):
+        with torch.no_grad():
+            self.twice.weight.mul_(0.9).add_(0.01)
+        return super().loss(batch)
+
+
+def moves_like_ddp():
+    """Difference from DDP of a model whose step writes to frozen weights, and how often units are gathered."""
+    plan, frozen = planned(Adapters)  # a profile would see what the step does, and leave that unit to the root
+    module = made(Teacher)
+    with Gathers() as gathers:
+        _, found = ran(module, plan)
+    _, expected = ran(made(Teacher))
+    return differs(found, expected), dict(zip(frozen, gathers.of(module, frozen), strict=True))
+
+
+def test_what_a_step_writes_to_frozen_weights_before_it_uses_them_counts_at_once(ranks):
+    for apart, gathered in ranks(2).run(moves_like_ddp):
+        assert (apart < 1e-12, gathered.pop("twice"), set(gathered.values())) == (True, STEPS, {1})
+
+
+class Writing(L.Callback):
+    """Writes to frozen weights in the middle, in a hook."""
+
+    def __init__(self, write, hook):
+        self._write = write
+        setattr(self, hook, self._run)
+        self.num_calls = 0
+
+    def _run(self, fit, module, *_, **__):
+        self.num_calls += 1
+        if self.num_calls == 3:
+            self._write(module, fit)
+
+    def on_train_batch_start(self, *_):
+        """A hook in each step."""
+
+    def on_before_optimizer_step(self, *_):
+        """The same."""
+
+    def on_validation_start(self, *_):
+        """The same."""
+
+
+def writes_like_ddp(names, hooks):
+    """By what is written and when: the difference from DDP, and how often units are gathered."""
+    plan, frozen = planned(Adapters, "mixed")
+    told = {}
+    for name in names:
+        for hook in hooks:
+            options = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
+            module = made()
+            with Gathers() as gathers:
+                _, found = ran(module, plan, callbacks=[Writing(WRITES[name], hook)], **options)
+            _, expected = ran(made(), callbacks=[Writing(WRITES[name], hook)], **options)
+            told[name, hook] = differs(found, expected), dict(zip(frozen, gathers.of(module, frozen), strict=True))
+    return told
+
+
+def test_what_is_written_to_frozen_weights_counts_from_then_on(ranks):
+    hooks = ["on_train_batch_start", "on_before_optimizer_step", "on_validation_start"]
+    for told in ranks(2).run(writes_like_ddp, names=[*WRITES], hooks=hooks):
+        for (name, _), (apart, gathered) in told.items():
+            assert apart < 1e-12, name
+            again = gathered.pop("twice")
+            assert (again, set(gathered.values())) == (1 if name == "read" else 2, {1}), name
+
+
+def saves_and_resumes(state_dict_type):
+    """Differences of fits that go on under other plans, saved while units are resident, from one without a break."""
+    folder, plan = shared_folder(), planned(Short)[0]
+    plain = plan_for(made(Short), "zdp", world_size=dist.get_world_size())
+    save = ModelCheckpoint(dirpath=folder, every_n_epochs=2, save_on_train_epoch_end=True)
+    options = {"max_steps": -1, "plugins": [OSDPPrecision("64-true")]}
+    strategy = OSDPStrategy(plan=plan, state_dict_type=state_dict_type)
+    fitted(strategy, made(Short), max_epochs=2, callbacks=[save], enable_checkpointing=True, **options)
+    found = []
+    for going_on in (plain, plan):
+        fit, module = trainer(OSDPStrategy(plan=going_on), max_epochs=4, **options), made(Short)
+        fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()), ckpt_path=save.best_model_path)
+        found.append({name: value.clone() for name, value in whole(fit).items()})
+    _, expected = ran(made(Short), max_steps=-1, max_epochs=4)
+    return [differs(each, expected) for each in found]
+
+
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_checkpoints_of_resident_units_go_on_under_any_plan(ranks, state_dict_type):
+    for apart in ranks(2).run(saves_and_resumes, state_dict_type=state_dict_type):
+        assert max(apart) < 1e-12
+
+
+def averages_like_ddp():
+    """Difference of averages from those of DDP, where validation swaps weights, and how often units are gathered."""
+    options = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
+    plan, frozen = planned()
+    module = made()
+    with Gathers() as gathers:
+        _, found = ran(module, plan, callbacks=[EMAWeightAveraging(decay=0.5)], **options)
+    _, expected = ran(made(), callbacks=[EMAWeightAveraging(decay=0.5)], **options)
+    return differs(found, expected), gathers.of(module, frozen)
+
+
+def test_averages_of_weights_are_those_of_ddp(ranks):
+    for apart, gathered in ranks(2).run(averages_like_ddp):
+        assert (apart < 1e-12, set(gathered)) == (True, {1})
+
+
+class Changing(L.Callback):
+    """Has the plan change after steps."""
+
+    def __init__(self, plans):
+        self._plans = plans
+
+    def on_train_batch_end(self, fit, module, *_):
+        if fit.global_step in self._plans:
+            change_plan(module, self._plans[fit.global_step])
+
+
+def changes_like_ddp():
+    """Difference from DDP of a fit whose units become resident, are so no longer, and are again; and gathers."""
+    plan, _ = planned(modes="zdp")
+    plain = plan_for(made(), "zdp", world_size=dist.get_world_size())
+    module = made()
+    with Gathers() as gathers:
+        _, found = ran(module, plain, callbacks=[Changing({1: plan, 3: plain, 4: plan})])
+    _, expected = ran(made())
+    # backward comes to the second one alone
+    return differs(found, expected), gathers.of(module, ["backbone.0", "layers.1.frozen"])
+
+
+def test_units_become_resident_and_are_so_no_longer_between_steps(ranks):
+    for apart, gathered in ranks(2).run(changes_like_ddp):
+        assert (apart < 1e-12, gathered) == (True, [1 + 1 + 1 + 1, 2 + 1 + 2 + 1])
+
+
+def fits_twice():
+    """Difference from DDP of a module that is trained, changed by hand, and trained again; and gathers."""
+    plan, frozen = planned()
+    states, gathered = [], []
+    for is_planned in (True, False):
+        module = made()
+        for time in range(2):
+            with Gathers() as gathers:
+                _, state = ran(module, plan if is_planned else None, max_steps=3)
+            gathered.append(gathers.of(module, frozen))
+            if time == 0:
+                with torch.no_grad():
+                    module.twice.weight.mul_(0.5)
+        states.append(state)
+    return differs(*states), gathered[:2]
+
+
+def test_each_fit_gathers_anew(ranks):
+    for apart, gathered in ranks(2).run(fits_twice):
+        assert apart < 1e-12
+        assert [set(each) for each in gathered] == [{1}, {1}]
+
+
+def in_low_precision():
+    """Whether losses and weights in bf16 are those of the plan with everything resharded, and gathers."""
+    plan, frozen = planned(dtype=torch.float32)
+    plain = plan_for(made(dtype=torch.float32), "zdp", world_size=dist.get_world_size())
+    module, other = made(dtype=torch.float32), made(dtype=torch.float32)
+    with Gathers() as gathers:
+        _, found = ran(module, plan, precision="bf16-mixed")
+    _, expected = ran(other, plain, precision="bf16-mixed")
+    dtypes = {module.get_submodule(name).weight.dtype for name in frozen}
+    return module.losses == other.losses, differs(found, expected), gathers.of(module, frozen), dtypes
+
+
+def test_low_precision_is_bit_equal_to_gathering_anew(ranks):
+    for is_same, apart, gathered, dtypes in ranks(2).run(in_low_precision):
+        assert (is_same, apart, set(gathered), dtypes) == (True, 0.0, {1}, {torch.float32})
