@@ -50,10 +50,50 @@ class Growing128To512(Growing):
     widths = (128, 128, 128, 128, 256, 256, 256, 256, 512, 512)
 
 
+class Adapted(nn.Module):
+    """A frozen Linear with a trained detour of rank 8 beside it, as LoRA has it; what it adds is 0 at first."""
+
+    def __init__(self, frozen: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.down = nn.Linear(frozen.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, frozen.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        sum_: Tensor = self.frozen(x) + self.up(self.down(x))
+        return sum_
+
+
+class Lora(MinGPT):
+    """A GPT of which adapters of all Linears in blocks are trained, and nothing else."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.requires_grad_(False)
+        linears = [
+            (parent, name, child)
+            for block in self.modules()
+            if isinstance(block, Block)
+            for parent in block.modules()
+            for name, child in parent.named_children()
+            if isinstance(child, nn.Linear)
+        ]
+        for parent, name, child in linears:
+            setattr(parent, name, Adapted(child))
+
+
 def _gpt(
-    num_layers: int, hidden_size: int, *, num_heads: int, vocabulary_size: int = 256, sequence_length: int = 128
+    num_layers: int,
+    hidden_size: int,
+    *,
+    num_heads: int,
+    vocabulary_size: int = 256,
+    sequence_length: int = 128,
+    kind: type[MinGPT] = MinGPT,
 ) -> type[Family]:
-    class Shaped(MinGPT):
+    class Shaped(kind):  # type: ignore[misc, valid-type]
         config = GPTConfig(vocabulary_size, sequence_length, num_layers, num_heads, hidden_size)
 
     return Shaped
@@ -67,7 +107,10 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     "2 x 768": _gpt(2, 768, num_heads=8),  # the paper's wide and shallow one in 1/256 of its parameters: 2 x 12288
     "256 to 768": Growing,
     "128 to 512": Growing128To512,
+    "6 x 512, LoRA": _gpt(6, 512, num_heads=8, sequence_length=32, kind=Lora),
+    "12 x 256, LoRA": _gpt(12, 256, num_heads=4, sequence_length=32, kind=Lora),
     **{f"2 Linears of {size}": partial(TwoLayers, size) for size in (1024, 2048, 4096, 8192, 12288)},
     "tiny": _gpt(3, 32, num_heads=2, vocabulary_size=32, sequence_length=16),
+    "tiny, LoRA": _gpt(3, 32, num_heads=2, vocabulary_size=32, sequence_length=16, kind=Lora),
 }
 """By layers x width, or by widths; the transformers have 10 to 38 million parameters, but for the last."""

@@ -63,7 +63,7 @@ class Contest:
         """Contest of a tiny model on links that are not shaped, which takes a minute or two."""
         return replace(
             self,
-            models=("tiny",),
+            models=("tiny, LoRA" if "LoRA" in self.models[0] else "tiny",),
             num_ranks=2 * (self.node_size or 1),
             rates_mbit=(None,) if self.rates_mbit else (),
             rivals=self.rivals[:_NUM_QUICK_RIVALS],
@@ -80,6 +80,8 @@ FULL_SHARD, SHARD_GRAD_OP = Way(sharding="FULL_SHARD"), Way(sharding="SHARD_GRAD
 HYBRID, HYBRID_ZERO2, HPZ = Way(sharding="HYBRID_SHARD"), Way(sharding="HYBRID_SHARD_ZERO2"), Way(sharding="hpZ")
 HYBRID_CHECKPOINTING = replace(HYBRID, recomputes=True)
 DDP = Way(sharding="DDP")
+RESIDENT = Way(sharding="resident", by_operator=True)
+"""All that is frozen gathered once, by hand: every Linear a unit, and adapters kept to their backward."""
 _BY_LINEAR = Way(sharding="FULL_SHARD", is_fully_shard=True, by_operator=True, recomputes=True)
 """The paper's order: a unit for each Linear, inside of blocks that are checkpointed."""
 
@@ -148,6 +150,14 @@ _ACCUMULATION = Contest(
     num_micro_batches=4,
     spaces={"OSDP": {"activations": ["keep"]}},
 )
+_LORA = Contest(
+    models=("6 x 512, LoRA",),
+    rates_mbit=(200.0,),
+    limits=(1.5, 2.5, None),
+    rivals=(BASE, KEPT, DDP, RESIDENT),
+    spaces={"OSDP": {"activations": ["keep"]}},
+    goals=(Goal(over=BASE.name, least=1.5), Goal(over=RESIDENT.name, limits=(None,), least=0.97)),
+)
 _EVERYWHERE = "OSDP, all blocks recompute"
 _SLICES = tuple(
     Way(sharding=" ".join([mode] * number), by_operator=True) for mode in ("ZDP", "DP") for number in (1, 2, 4, 8, 16)
@@ -190,6 +200,13 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
         ),
         # the samples of a step divided anew
         "auto": replace(_ACCUMULATION, division="auto"),
+    },
+    "lora": {
+        # adapters of rank 8 on a frozen GPT: 32 tokens a rank, then more
+        "32 tokens": _LORA,
+        "128 tokens": replace(_LORA, micro_batch_size=4),
+        "four micro-batches": replace(_LORA, num_micro_batches=4),
+        "512 tokens": replace(_LORA, micro_batch_size=16, rates_mbit=(200.0, 1000.0)),
     },
     "activations": {
         # where memory is too short for fully_shard without checkpointing

@@ -18,7 +18,7 @@ from typing_extensions import override
 from benchmarks.families import Family
 from benchmarks.testbed.plans import plan_of
 from examples.mingpt.model import Block
-from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, NAMED_MODES, ZDP, Treatment
+from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, NAMED_MODES, RESIDENT, ZDP, Treatment
 from lightning_osdp.core.plans import plan as plans
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.engine import effects_of
@@ -98,6 +98,9 @@ class Way:
         mode, names = self._mode, [name for name, child in module.named_modules() if isinstance(child, self._kind)]
         slices = tuple(self.sharding.split()) if self._is_by_hand else (mode.name,)
         modes = {name: slices if f".{self.inside or ''}" in f".{name}" else (ZDP.name,) for name in names}
+        if RESIDENT.name in slices:
+            trained = {name for name in names if any(p.requires_grad for p in module.get_submodule(name).parameters())}
+            modes |= dict.fromkeys(trained, (DP.name,))
         if mode["home"] == "node":
             modes[""] = (HDP.name,)
         plan = plan_of(
