@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from lightning_osdp.apply import local, num_copies
 
 class OSDPPrecision(FSDPPrecision):
     """Lightning's FSDP precision without its limits: CPU autocast, clipping by norm, and ``"64-true"``.
+
+    Precisions that keep parameters in float32 round nothing to it, as under DDP: float64 in modules and batches stays,
+    and so does the default dtype. Of parameters in fewer bits ``"32-true"`` makes float32, as Lightning's does.
 
     Args:
         precision: as for ``Trainer(precision=...)`` with FSDP, or ``"64-true"``, which the Trainer's own flag refuses
@@ -47,20 +50,41 @@ class OSDPPrecision(FSDPPrecision):
         """Dtypes that units compute and reduce in; empty where parameters' own dtype is used."""
         return MixedPrecision() if self.precision in ("32-true", "64-true") else super().mixed_precision_config
 
+    @property
+    def _keeps(self) -> bool:
+        """Tells whether float64 stays, in modules and in batches."""
+        return self._desired_input_dtype == torch.float32
+
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Casts real tensors alone: Lightning's FSDP precision would drop the imaginary part of complex ones."""
-        if "true" in self.precision and any(t.is_complex() for t in (*module.parameters(), *module.buffers())):
+        dtype, tensors = self._desired_input_dtype, (*module.parameters(), *module.buffers())
+        if "true" in self.precision and self._keeps and any(t.dtype == torch.float64 for t in tensors):
+            module._apply(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t)
+            return module
+        if "true" in self.precision and any(t.is_complex() for t in tensors):
             casts = {torch.float64: module.double, torch.float16: module.half, torch.bfloat16: module.bfloat16}
-            return casts.get(self._desired_input_dtype, module.float)()
+            return casts.get(dtype, module.float)()
         return super().convert_module(module)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data if self._keeps else super().convert_input(data)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._keeps else super().tensor_init_context()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self.tensor_init_context()
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
         if "mixed" in self.precision:
             dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
             return torch.autocast(self._device.type, dtype=dtype)
-        return super().forward_context()
+        return self.tensor_init_context()
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizable, clip_val: int | float, *_: Any, **__: Any) -> None:

@@ -143,7 +143,7 @@ class FitProfiler:
             if schedule.interval == "step" and schedule.frequency != 1:
                 return f"a learning-rate schedule with frequency {schedule.frequency} counts micro-batches"
         module = self._module
-        with self._as_in_training(), self._without_values():
+        with self._as_in_training(), self._without_values(), self._trainer.precision_plugin.tensor_init_context():
             return why_not_mean(module, training_step(module), self.batch, batch_size=samples_in(self.batch))
 
     def why_not_same(self) -> str | None:
@@ -152,7 +152,7 @@ class FitProfiler:
         reason, logged, index = why_hooks_count(trainer, module), LoggedReductions(), BatchIndex(0)
         if reason is not None:
             return reason
-        with self._as_in_training():
+        with self._as_in_training(), trainer.precision_plugin.tensor_init_context():
             vars(module).update(log=logged, log_dict=logged)
             step = training_step(module, index)
             try:

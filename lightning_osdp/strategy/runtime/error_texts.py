@@ -56,6 +56,10 @@ _EXPLAINED = {
         "OSDP: backward has come to weights of a module that are not gathered. Where gradients have a graph"
         " (create_graph=True), all that they are gradients of must be given to the module as arguments."
     ),
+    "must have the same dtype, but got Double and Float": (
+        "OSDP: training_step gets float64 as the loader gives it, as under DDP; FSDPStrategy rounds it to float32."
+        ' Cast it there, as in x.float(), or train in float64: plugins=OSDPPrecision("64-true").'
+    ),
     "LSTM forward propagation primitive": (
         "OSDP: torch has no LSTM for float32 inputs in the lower precision of autocast on this CPU, which lacks"
         " instructions for it. Give the LSTM inputs in that precision, as in self.lstm(x.bfloat16()) for"
