@@ -19,7 +19,7 @@ from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, PeakCou
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.profiler import tensors_in
+from lightning_osdp.profiler import samples_in
 from lightning_osdp.profiler.machine.stopwatch import Mark, between_s, mark, synchronize
 from lightning_osdp.report.tables import comparison_table, show
 
@@ -149,7 +149,8 @@ class PlanMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._clock.stop(num_samples=num_samples(batch))
+        size = 0 if self._plan is None else self._plan.micro_batch_size
+        self._clock.stop(num_samples=samples_in(batch, (size,)))
         self._peak.stop()
         if trainer.global_step == self._global_step:
             return  # gradients accumulate, and the optimizer step comes later
@@ -291,9 +292,3 @@ class StepClock:
                 return
             self._ended.popleft()
             yield sum(between_s(*span) for span in spans), num_samples
-
-
-def num_samples(batch: Any) -> int:
-    """Number of samples in a batch: the first dimension of its first tensor, as Lightning's logging counts."""
-    first = next(tensors_in(batch), None)
-    return 1 if first is None or first.dim() == 0 else len(first)

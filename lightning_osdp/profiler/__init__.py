@@ -13,7 +13,7 @@ from lightning_osdp.profiler.machine.memory import (
 from lightning_osdp.profiler.model import TrainingStep, profile_model
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.step.fake_model import without_values
-from lightning_osdp.profiler.step.run_step import halves_of, loss_in, resized, why_not_mean
+from lightning_osdp.profiler.step.run_step import halves_of, loss_in, resized, samples_in, why_not_mean
 from lightning_osdp.profiler.step.same_state import why_state_differs
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
 from lightning_osdp.profiler.step_time import Together
@@ -36,6 +36,7 @@ __all__ = [
     "profile_model",
     "raise_if_fatal",
     "resized",
+    "samples_in",
     "tensors_in",
     "untouched",
     "why_not_mean",

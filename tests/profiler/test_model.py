@@ -337,7 +337,7 @@ def test_a_model_of_one_size_is_timed_at_that_size_and_says_so(caplog):
 def test_a_batch_that_cannot_be_resized_is_profiled_as_it_is_and_says_so(caplog):
     profile = profile_model(Net(), BATCH, TrainingStep(batch_size=3))
     assert profile.segments[0].forward_s.fixed == 0.0
-    assert "the model does not run on 1 samples (no tensor of the batch has 3 samples first)" in caplog.text
+    assert "the model does not run on 1 samples (no tensor or list of the batch has 3 samples first)" in caplog.text
 
 
 def test_ranks_that_part_while_they_are_timed_are_not_passed_over():

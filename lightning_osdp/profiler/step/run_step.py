@@ -15,12 +15,13 @@ from torch._dynamo import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.step.fake_model import faked
-from lightning_osdp.profiler.step.snapshot import untouched
+from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
 
 TrialRun: TypeAlias = "AbstractContextManager[tuple[Callable[[], Any], Any]]"
 """Yields a function that runs forward once, and its batch; on exit the module is as before."""
@@ -83,7 +84,7 @@ class StepRunner:
     def _sized(self, size: int) -> Any:
         sized = self.batch if size == self.batch_size else resized(self.batch, self.batch_size, size)
         if sized is None:
-            raise ProfileError(f"no tensor of the batch has {self.batch_size} samples first")
+            raise ProfileError(f"no tensor or list of the batch has {self.batch_size} samples first")
         return sized
 
     def _trial(self, batch: Any) -> tuple[Callable[[], Any], Any]:
@@ -100,20 +101,80 @@ def another_size(batch_size: int) -> int:
 
 
 def resized(batch: Any, batch_size: int, new_size: int) -> Any | None:
-    """Batch with the first ``new_size`` samples, repeated where there are too few; None as for `samples_of`."""
+    """Batch with its first samples, or repeated ones, in all tensors and lists that have an entry for each sample.
+
+    Entries of a tensor are its rows.
+
+    Returns:
+        None where no tensor or list has them, so that the batch cannot be resized.
+    """
     return samples_of(batch, batch_size, [index % batch_size for index in range(new_size)])
 
 
 def samples_of(batch: Any, batch_size: int, samples: Sequence[int]) -> Any | None:
-    """Batch with these samples in every tensor whose first dimension is the batch size; None without such a tensor."""
+    """Batch with these samples in all tensors and lists as above; None without any."""
+    found = False
 
-    def has_samples(leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch_size
+    def is_whole(value: Any) -> bool:
+        return isinstance(value, PackedSequence) or _is_by_sample(value, batch_size)
 
-    def resize(leaf: Any) -> Any:
-        return leaf[torch.tensor(samples).to(leaf.device)] if has_samples(leaf) else leaf
+    def resize(value: Any) -> Any:
+        nonlocal found
+        if isinstance(value, PackedSequence):
+            return value
+        if _is_by_sample(value, batch_size):
+            found = True
+            return type(value)(value[index] for index in samples)
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != batch_size:
+            return value
+        found = True
+        return value[torch.tensor(samples).to(value.device)]
 
-    return tree_map(resize, batch) if any(map(has_samples, tree_leaves(batch))) else None
+    changed = tree_map(resize, batch, is_leaf=is_whole)
+    return changed if found else None
+
+
+def samples_in(batch: Any, expected: Sequence[int] = ()) -> int:
+    """Number of samples in a batch: the first candidate that all of its tensors and lists agree with.
+
+    Candidates are the ``expected`` numbers, the rows of the first tensor, and the lengths of lists whose tensors have
+    different numbers of rows. Where tensors and lists agree with none, it is an expected number that such a list has,
+    or the rows of the first tensor; 1 without any.
+    """
+    first = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
+    lengths = [len(value) for value in _uneven_lists_in(batch)]
+    agreed = (number for number in (*expected, first, *lengths) if _agrees(batch, number))
+    return next(agreed, next((number for number in expected if number in lengths), first))
+
+
+def _is_by_sample(value: Any, number: int) -> bool:
+    """Tells whether a list, or a tuple with tensors in it, has an entry of one kind for each sample.
+
+    Where all tensors in it have as many rows, each tensor is of all samples.
+    """
+    if type(value) not in (list, tuple) or len(value) != number:
+        return False
+    tensors = [*tensors_in(value)]
+    kinds = {(type(each), (each.dtype, each.dim()) if isinstance(each, Tensor) else None) for each in value}
+    is_of_one_kind = len(kinds) == 1 and bool(tensors or isinstance(value, list))
+    return is_of_one_kind and not (tensors and all(each.dim() and len(each) == number for each in tensors))
+
+
+def _agrees(value: Any, number: int) -> bool:
+    if _is_by_sample(value, number):
+        return True
+    if isinstance(value, (Mapping, list, tuple)):
+        return all(_agrees(each, number) for each in (value.values() if isinstance(value, Mapping) else value))
+    return all(not tensor.dim() or len(tensor) == number for tensor in tensors_in(value))
+
+
+def _uneven_lists_in(value: Any) -> Iterator[list[Any]]:
+    """Lists of tensors with different numbers of rows, which have an entry for each sample."""
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
+        rows = {len(one) for one in each if isinstance(one, Tensor) and one.dim()} if isinstance(each, list) else ()
+        if len(rows) > 1:
+            yield each
+        yield from _uneven_lists_in(each)
 
 
 def _real(returned: Any) -> Any:
@@ -211,7 +272,7 @@ def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_s
     try:
         parts = [samples_of(batch, batch_size, half) for half in halves]
         if any(part is None for part in parts):
-            yield f"no tensor of the batch has {batch_size} samples first"
+            yield f"no tensor or list of the batch has {batch_size} samples first"
         whole, again = _loss(module, run, batch, seed=0), _loss(module, run, batch, seed=1)
         losses = [_loss(module, run, part, seed=0) for part in parts]
     except Exception as error:

@@ -11,17 +11,17 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_osdp.callbacks.peak import elements_in
-from lightning_osdp.callbacks.plan_monitor import num_samples
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.strategy.batching.loaders import copy_loader
+from lightning_osdp.profiler import samples_in
+from lightning_osdp.strategy.batching.loaders import batches_in_order, common_size, copy_loader
 
 NUM_SEARCHED_BATCHES = 100
 """Number of batches of the loader among which the longest is searched."""
@@ -136,12 +136,23 @@ def _unchanged_generators(loaders: Sequence[object]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def samples_in(batch: Any) -> int:
-    """Number of samples that Lightning finds in a batch."""
-    with warnings.catch_warnings():
-        # Lightning warns of ambiguous batches; its own logging uses the same guess.
-        warnings.filterwarnings("ignore", "Trying to infer the `batch_size`")
-        return extract_batch_size(batch)
+def samples_given(loaders: CombinedLoader, batch: Any, wanted: object = None) -> int:
+    """Number of samples in a batch of these loaders, which may have more or fewer rows, as where sequences are packed.
+
+    ``wanted`` is the option ``profile_batch``; by a batch or a function of the user's, the batch itself tells.
+    """
+    size = common_size(loaders)
+    if size is None:
+        return samples_in(batch)
+    is_theirs = wanted is None or isinstance(wanted, str)
+    if not is_theirs or not all(map(batches_in_order, loaders.flattened)):
+        return samples_in(batch, (size,))
+    lengths = [sized_len(loader.batch_sampler.sampler) for loader in loaders.flattened]
+    known = [length for length in lengths if length is not None]
+    if len(known) < len(lengths):
+        return min(size, samples_in(batch, (size,)))
+    most, last = min(size, *known), known[0] % size
+    return last if wanted is not None and samples_in(batch, (most, last)) == last else most
 
 
 def longest_batch(batches: Iterable[Any]) -> Any:
@@ -152,12 +163,12 @@ def longest_batch(batches: Iterable[Any]) -> Any:
 class BatchWatch:
     """Warning, given once, of a batch that has more elements for each sample than the profiled one."""
 
-    def __init__(self, batch: Any) -> None:
-        self._most = _elements_per_sample(batch)
+    def __init__(self, batch: Any, num_samples: int) -> None:
+        self._num_samples, self._most = num_samples, elements_in(batch) / max(1, num_samples)
 
     def look(self, batch: Any, rank: int) -> None:
         """Warns if this batch of this rank has more elements for each sample; never again afterwards."""
-        elements = _elements_per_sample(batch)
+        elements = elements_in(batch) / max(1, samples_in(batch, (self._num_samples,)))
         if self._most and elements > self._most:
             factor, self._most = elements / self._most, float("inf")
             warnings.warn(
@@ -166,7 +177,3 @@ class BatchWatch:
                 " largest: OSDPStrategy(profile_batch='longest').",
                 stacklevel=2,
             )
-
-
-def _elements_per_sample(batch: Any) -> float:
-    return elements_in(batch) / max(1, num_samples(batch))

@@ -35,7 +35,7 @@ from lightning_osdp.strategy.batching.division import (
     first_text,
     user_policy,
 )
-from lightning_osdp.strategy.batching.first_batch import BatchWatch, samples_in
+from lightning_osdp.strategy.batching.first_batch import BatchWatch
 from lightning_osdp.strategy.batching.loaders import common_size
 from lightning_osdp.strategy.checkpointing.entries import Resumed, read_plan
 from lightning_osdp.strategy.options import Options
@@ -175,7 +175,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         profiler = FitProfiler(trainer, module, options, progress)
         profile = on_all_ranks(profiler.first)
-        current = common_size(profiler.loaders) or samples_in(profiler.batch)
+        current = common_size(profiler.loaders) or profiler.num_samples
         allowed, windows = allowed_micro_batches(trainer, options, profiler.loaders, current, profiler.why_not_mean)
         reason = None
         if options.batch_size == "auto" and len(allowed.micro_batch_sizes) > 1:  # "divide" asks for others in any case
@@ -242,7 +242,8 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         rank_zero_info(f"OSDP: {gain} (against your own micro-batches, each of which reduces all gradients)")
     is_unchanged = windows is None and plan.micro_batch_size == current and not is_scaled
     division = Division(None if is_unchanged else workload_of(plan), windows, sizes, profiler.peeked, is_scaled)
-    return Choice(plan, division, None, profiler.groups, BatchWatch(profiler.batch), nearer, cluster)
+    watch = BatchWatch(profiler.batch, profiler.num_samples)
+    return Choice(plan, division, None, profiler.groups, watch, nearer, cluster)
 
 
 def _measured_cluster(trainer: pl.Trainer, module: pl.LightningModule, options: Options) -> Cluster:

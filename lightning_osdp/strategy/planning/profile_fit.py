@@ -36,7 +36,7 @@ from lightning_osdp.profiler import (
     why_state_differs,
     without_values,
 )
-from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest_batch, samples_in
+from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest_batch, samples_given
 from lightning_osdp.strategy.batching.loaders import (
     copy_loader,
     loader_size,
@@ -81,6 +81,7 @@ class FitProfiler:
         loaders: the training loaders; like all attributes, set by `first`.
         peeked: sources of loaders that can be read only once, with the items that were read.
         batch: the profiled batch, on the device.
+        num_samples: number of samples in it.
         optimizers: optimizers and schedules of the whole model, which do nothing.
         groups: parameter groups of these optimizers, by names of parameters.
     """
@@ -107,6 +108,7 @@ class FitProfiler:
         check_initializable(module, self._device)
         self.loaders = training_loaders(self._trainer)
         batch, self.peeked = self._read_batch(self.loaders)
+        self.num_samples = samples_given(self.loaders, batch, self._options.profile_batch)
         with self._needing_memory():
             self._is_too_large = not all(in_step(self._is_moved, stage="moving the model"))
             if self._is_too_large:
@@ -120,7 +122,7 @@ class FitProfiler:
             with unread_loaders(self._trainer, self._sized_loaders):
                 self.optimizers = idle_optimizers(self._trainer, module)
             self.groups = groups_of(self.optimizers.optimizers, partial(names_by_group_of, module))
-            return self._profile(self.batch)
+            return self._profile(self.batch, self.num_samples)
 
     def nearer(self, model: ModelProfile, num_samples: int, *, free_bytes: int) -> ModelProfile:
         """Profiles again with a micro-batch of so many samples, if that is far from the profiled ones.
@@ -131,11 +133,11 @@ class FitProfiler:
         known = model.profiled_batch_size
         is_far = not known / (2 * _FAR) <= num_samples <= known * _FAR
         is_wanted = is_far and unsharded_bytes(model, num_samples) <= free_bytes
-        batch = resized(self.batch, samples_in(self.batch), num_samples) if is_wanted else None
+        batch = resized(self.batch, self.num_samples, num_samples) if is_wanted else None
         if not all(in_step(lambda: batch is not None, stage="measuring again")):
             return model
         with self._needing_memory():
-            return self._profile(batch)
+            return self._profile(batch, num_samples)
 
     def why_not_mean(self) -> str | None:
         """Says why the loss is not the mean over samples, so that other micro-batches would train differently."""
@@ -144,7 +146,7 @@ class FitProfiler:
                 return f"a learning-rate schedule with frequency {schedule.frequency} counts micro-batches"
         module = self._module
         with self._as_in_training(), self._without_values(), self._trainer.precision_plugin.tensor_init_context():
-            return why_not_mean(module, training_step(module), self.batch, batch_size=samples_in(self.batch))
+            return why_not_mean(module, training_step(module), self.batch, batch_size=self.num_samples)
 
     def why_not_same(self) -> str | None:
         """Says why other micro-batches may train differently, by what user code does in each of them."""
@@ -156,7 +158,7 @@ class FitProfiler:
             vars(module).update(log=logged, log_dict=logged)
             step = training_step(module, index)
             try:
-                reason = why_state_differs(module, step, self.batch, batch_size=samples_in(self.batch))
+                reason = why_state_differs(module, step, self.batch, batch_size=self.num_samples)
             except Exception:
                 if not index.is_read:  # a step that indexes by batch_idx may fail with this index
                     raise
@@ -236,7 +238,7 @@ class FitProfiler:
         numbers = in_step(lambda: elements_in(batch), stage="looking for the longest batch")
         return broadcast_value(batch, numbers.index(max(numbers))), peeked
 
-    def _profile(self, batch: Any) -> ModelProfile:
+    def _profile(self, batch: Any, num_samples: int) -> ModelProfile:
         trainer, module, options, strategy = self._trainer, self._module, self._options, self._trainer.strategy
         assert isinstance(strategy, FSDPStrategy)
         activations = ("keep", "recompute") if options.recomputed else options.search_space.activations
@@ -258,7 +260,7 @@ class FitProfiler:
             profile = profile_model(
                 module,
                 batch,
-                TrainingStep(run, optimizers, precision, samples_in(batch), self._device),
+                TrainingStep(run, optimizers, precision, num_samples, self._device),
                 activations=("keep",) if options.cost_model == "paper" else activations,
                 blocks=options.recomputed or None,
                 together=in_step,

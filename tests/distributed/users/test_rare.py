@@ -8,6 +8,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.models import BATCH_SIZE
 from tests.distributed.support.user_runs import WIDTH, Chain, check, differences, fitted, plan_with, planned, refusal
 
 pytestmark = pytest.mark.distributed
@@ -100,8 +101,8 @@ def trained():
     found = {}
     for name, kind in KINDS.items():
         found[name] = differences(kind, max_steps=3)
-        if kind is not Listed:
-            found[name]["planned"] = planned(kind)[0]
+        found[name]["planned"], plan, _ = planned(kind)
+        assert plan.micro_batch_size == BATCH_SIZE
     return found
 
 

@@ -104,7 +104,7 @@ def fails_in_half(model):
         (mlp(), random_noise, BATCH, "the loss is random, and not by dropout alone"),
         (mlp(), fails_in_half, BATCH, "half a batch cannot be run without gradients (RuntimeError: "),
         (mlp(), regression, (BATCH[0][:1], BATCH[1][:1]), "batches of one sample do not show"),
-        (mlp(), regression, [torch.ones(3)], "no tensor of the batch has 6 samples first"),
+        (mlp(), regression, [torch.ones(3)], "no tensor or list of the batch has 6 samples first"),
         (mlp().bfloat16(), regression, tuple(t.bfloat16() for t in BATCH), "a loss in torch.bfloat16 is too coarse"),
         (mlp().to("meta"), regression, BATCH, "a model without values does not show"),
     ],

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Ten
 from lightning_osdp.core.step import Workload
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.strategy.batching.division import Division
-from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch
+from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest_batch, samples_given
 from lightning_osdp.strategy.batching.loaders import common_size, samples_per_rank, why_not_resizable
 
 DATA = TensorDataset(torch.arange(10.0))
@@ -150,3 +150,40 @@ def test_what_stands_for_a_dataset_answers_for_it():
 def test_no_batch_at_all_is_an_error():
     with pytest.raises(ProfileError, match="the dataloader is empty"):
         first_batch(combined(DataLoader(TensorDataset(torch.empty(0)))))
+
+
+def listed(samples):
+    """Sequences of other lengths than their number."""
+    return {"ids": [torch.ones(7 + int(each)) for each in samples]}
+
+
+def joined(samples):
+    """Sequences in one row."""
+    return torch.cat([torch.ones(7 + int(each)) for each in samples])[None]
+
+
+def looked_at(loader, **options):
+    batch, _ = first_batch(combined(loader), **options)
+    return samples_given(combined(loader), batch, "longest" if options else None)
+
+
+@pytest.mark.parametrize("collate", [listed, joined, None])
+def test_samples_of_a_batch_are_as_many_as_its_loader_gives(collate):
+    data, few = torch.arange(10.0), torch.arange(3.0)
+    assert looked_at(DataLoader(data, batch_size=4, collate_fn=collate)) == 4
+    assert looked_at(DataLoader(data, batch_size=4, collate_fn=collate), choose=longest_batch) == 4
+    assert looked_at(DataLoader(few, batch_size=4, collate_fn=collate)) == 3
+    assert looked_at(DataLoader(Countless(), batch_size=4, collate_fn=collate)) == (1 if collate is joined else 3)
+
+
+def test_samples_of_a_batch_of_the_users_own_are_what_it_says():
+    loader = combined(DataLoader(torch.arange(10.0), batch_size=4))
+    assert samples_given(loader, torch.ones(9), torch.ones(9)) == 9
+    assert samples_given(loader, listed(range(9)), max) == 9
+    assert samples_given(loader, listed(range(4)), max) == 4
+    assert samples_given(combined([[1, 2]]), torch.ones(5)) == 5
+
+
+def test_the_last_batch_may_be_the_longest():
+    loader = DataLoader([torch.ones(5), torch.ones(5), torch.ones(50)], batch_size=2, collate_fn=list)
+    assert looked_at(loader, choose=longest_batch) == 1
