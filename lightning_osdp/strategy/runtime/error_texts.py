@@ -35,6 +35,7 @@ _EXPLAINED = {
             "does not have a sharding strategy registered",
             "flatten unevenly sharded tensor",
             "without redistribution, which is disallowed",
+            "Sharding propagation failed for",
             "is not supported for tensor subclasses",
         ),
         "OSDP: outside the forward of its own module a parameter may be a DTensor, this rank's rows of it. A term of"

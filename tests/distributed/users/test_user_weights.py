@@ -11,8 +11,19 @@ from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from torch import nn
 
 from lightning_osdp import OSDPStrategy
+from lightning_osdp.strategy.runtime.error_texts import explain_step_error
 from tests.distributed.support.fits import EVERYTHING, failure, shared_folder, without_measuring
-from tests.distributed.support.user_runs import Chain, check, ddp, difference, differences, fitted, plan_with, refusal
+from tests.distributed.support.user_runs import (
+    WIDTH,
+    Chain,
+    check,
+    ddp,
+    difference,
+    differences,
+    fitted,
+    plan_with,
+    refusal,
+)
 from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
@@ -374,6 +385,56 @@ def asked():
     own = fitted(OSDPStrategy(search_space=EVERYTHING, batch_size="keep"), Asking(), max_steps=4)
     off = difference(own, fitted(ddp(), Asking(), max_steps=4))
     return off, failure(lambda: fitted(OSDPStrategy(search_space=EVERYTHING), Awaiting(), max_steps=1))
+
+
+READS = {
+    "flatten": torch.flatten,  # of rows that ranks do not share evenly
+    "quantile": lambda weight: weight.quantile(0.5),
+    "rows": list,
+    "tolist": torch.Tensor.tolist,
+    "unique": torch.unique,
+    "nonzero": torch.nonzero,
+    "mask": lambda weight: weight[weight > 0],
+    "masked_select": lambda weight: weight.masked_select(weight > 0),
+    "allclose": lambda weight: torch.allclose(weight, weight),
+}
+
+
+class Reading(Chain):
+    """Reads values of a weight in a hook, in shards and gathered."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.first = nn.Linear(7, 2 * WIDTH + 1)
+        self.second = nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        strategy, weight = self.trainer.strategy, self.first.weight.detach()
+        self.told = {}
+        for name, read in READS.items():
+            with pytest.raises((RuntimeError, NotImplementedError)) as refused:
+                read(weight)
+            explain_step_error(refused.value, strategy, strategy._sharded)
+            self.told[name] = str(refused.value)
+        with strategy.gathered():
+            self.expected = self.first.weight.detach().clone()
+            self.values = [str(read(self.first.weight.detach())) for read in READS.values()]
+
+
+def reads():
+    """Errors of reading a shard each way, and whether each gives of a gathered weight what it gives of a plain one."""
+    module = Reading()
+    fitted(OSDPStrategy(plan=plan_with(Reading, "zdp")), module, max_steps=1)
+    return module.told, module.values == [str(read(module.expected)) for read in READS.values()]
+
+
+def test_values_of_shards_that_torch_cannot_compute_are_told_how_to_be_read(ranks):
+    for told, are_read in ranks(2).run(reads):
+        assert told.keys() == READS.keys()
+        for name, text in told.items():
+            assert "\nOSDP: outside the forward of its own module a parameter may be a DTensor" in text, name
+            assert "to look at whole weights elsewhere: `with trainer.strategy.gathered(): ...`." in text, name
+        assert are_read
 
 
 def test_hooks_of_gradients_see_what_they_see_under_ddp(ranks):
