@@ -92,6 +92,8 @@ class Resumed(NamedTuple):
     """Micro-batches that its progress is counted in, as from `stored_division`."""
     plan: str | None
     """Plan as JSON text; None where training had none."""
+    loops: Mapping[str, Any]
+    """State of Lightning's loop of fitting, numbers by names."""
 
 
 def read_resumed(trainer: pl.Trainer) -> Resumed | None:
@@ -105,7 +107,11 @@ def read_resumed(trainer: pl.Trainer) -> Resumed | None:
 
     def read(path: str) -> Resumed | None:
         saved = _read_entries(path, ConfigurationError, "Use another one.")
-        return Resumed(path, stored_division(saved), _plan_text(saved)) if saved else None
+        if not saved:
+            return None
+        loops = saved.get("loops")
+        loops = loops.get("fit_loop") if isinstance(loops, dict) else None
+        return Resumed(path, stored_division(saved), _plan_text(saved), loops if isinstance(loops, dict) else {})
 
     path = checkpoint_to_resume(trainer)
     return None if path is None else on_rank_zero(lambda: read(str(path)))

@@ -173,7 +173,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     """
     device, cluster = trainer.strategy.root_device, _measured_cluster(trainer, module, options)
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
-        profiler = FitProfiler(trainer, module, options, progress)
+        profiler = FitProfiler(trainer, module, options, progress, resumed)
         profile = on_all_ranks(profiler.first)
         current = common_size(profiler.loaders) or profiler.num_samples
         allowed, windows = allowed_micro_batches(trainer, options, profiler.loaders, current, profiler.why_not_mean)

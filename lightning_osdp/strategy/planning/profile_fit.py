@@ -46,6 +46,7 @@ from lightning_osdp.strategy.batching.loaders import (
     with_batch_size,
 )
 from lightning_osdp.strategy.checkpointing.averaging import with_averages
+from lightning_osdp.strategy.checkpointing.entries import Resumed
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.same_training import (
     BatchIndex,
@@ -86,8 +87,16 @@ class FitProfiler:
         groups: parameter groups of these optimizers, by names of parameters.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, options: Options, progress: Progress) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        options: Options,
+        progress: Progress,
+        resumed: Resumed | None = None,
+    ) -> None:
         self._trainer, self._module, self._options, self._progress = trainer, module, options, progress
+        self._loops = {} if resumed is None else resumed.loops
         self._device = trainer.strategy.root_device
         self._is_too_large = False
 
@@ -180,7 +189,7 @@ class FitProfiler:
         return "a batch of half the samples is not half of a batch, as where samples are padded to the longest"
 
     def _as_in_training(self) -> AbstractContextManager[None]:
-        return as_in_training(self._trainer, self._module, self._sized_loaders, self.optimizers)
+        return as_in_training(self._trainer, self._module, self._sized_loaders, self.optimizers, self._loops)
 
     @property
     def _sized_loaders(self) -> CombinedLoader:

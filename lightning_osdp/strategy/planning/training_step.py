@@ -118,16 +118,21 @@ class _SilentLogger:
 
 @contextmanager
 def as_in_training(
-    trainer: pl.Trainer, module: pl.LightningModule, loaders: CombinedLoader, optimizers: Optimizers
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    loaders: CombinedLoader,
+    optimizers: Optimizers,
+    resumed: Mapping[str, Any],
 ) -> Iterator[None]:
     """Has a step in setup read the same attributes of Trainer and module as in training.
 
     Nothing is logged, no loader gives a batch, and optimizers and schedules do not step. Attributes that validation
-    sets are not there yet, as in training before the first validation.
+    sets are not there yet, as in training before the first validation. Epochs
+    and steps are counted from the state of the loop that is ``resumed``, if it has one.
     """
     strategy = trainer.strategy
     before = strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs
-    with unread_loaders(trainer, loaders), mute_logging(trainer, module):
+    with unread_loaders(trainer, loaders), mute_logging(trainer, module), _counting_from(trainer, resumed):
         strategy.optimizers, strategy.lr_scheduler_configs = list(optimizers.optimizers), list(optimizers.schedules)
         for optimizer in strategy._lightning_optimizers:
             _idle(optimizer, toggle_model=lambda **_: nullcontext())
@@ -135,6 +140,32 @@ def as_in_training(
             yield
         finally:
             strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs = before
+
+
+@contextmanager
+def _counting_from(trainer: pl.Trainer, resumed: Mapping[str, Any]) -> Iterator[None]:
+    """Has ``current_epoch`` and ``global_step`` be those of the first step after the loop of fitting is resumed."""
+    loop = trainer.fit_loop
+    steps = loop.epoch_loop
+    counted: list[tuple[str, Any, str]] = [
+        ("", loop, "epoch_progress"),
+        ("epoch_loop.automatic_optimization.", steps.automatic_optimization, "optim_progress"),
+        ("epoch_loop.manual_optimization.", steps.manual_optimization, "optim_step_progress"),
+    ]
+    before = [(holder, name, getattr(holder, name)) for _, holder, name in counted]
+    for prefix, holder, name in counted:
+        if prefix + name in resumed:
+            setattr(holder, name, type(getattr(holder, name)).from_state_dict(resumed[prefix + name]))
+    if resumed:
+        epochs: Any = loop.epoch_progress
+        batches = resumed.get("epoch_loop.batch_progress", {})
+        is_over = batches.get("is_last_batch", False) and epochs.total.processed < epochs.total.started
+        epochs.current.completed = epochs.current.processed + is_over  # as Lightning does where it begins to run
+    try:
+        yield
+    finally:
+        for holder, name, progress in before:
+            setattr(holder, name, progress)
 
 
 class Optimizers(NamedTuple):

@@ -5,6 +5,7 @@ import inspect
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
@@ -116,29 +117,59 @@ class Counting(Reader):
         return torch.optim.SGD(self.first.parameters(), lr=0.1)
 
 
+class Scheduled(L.LightningModule):
+    """Notes in each step where training is, and takes another layer from the second epoch on."""
+
+    def __init__(self, note, *, is_manual=False):
+        super().__init__()
+        self.first, self.second, self.note, self.is_training = nn.Linear(4, 8), nn.Linear(4, 8), note, False
+        self.automatic_optimization = not is_manual
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.is_training = True
+
+    def training_step(self, batch, batch_idx):
+        trainer = self.trainer
+        counts = trainer.current_epoch, trainer.global_step, self.current_epoch, self.global_step
+        self.note((self.is_training, counts))
+        loss = (self.second if self.current_epoch else self.first)(batch).square().mean()
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 @pytest.fixture
 def fit(tmp_path, monkeypatch):
-    """Fits a module for three steps; links are stated."""
+    """Fits a module for three steps of each epoch; links are stated."""
     link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
     stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
     monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
 
-    def run(module, **options):
+    def run(module, *, max_epochs=1, callbacks=(), ckpt_path=None, **options):
         trainer = L.Trainer(
             strategy=OSDPStrategy(**options),
             accelerator="cpu",
             devices=1,
-            max_epochs=1,
+            max_epochs=max_epochs,
+            callbacks=[*callbacks],
             limit_train_batches=3,
             logger=CSVLogger(tmp_path),
             log_every_n_steps=1,
-            enable_checkpointing=False,
+            enable_checkpointing=bool(callbacks),
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=tmp_path,
         )
-        trainer.fit(module, DataLoader(torch.ones(28, 4), batch_size=7), DataLoader(torch.ones(8, 4)))
-        assert trainer.global_step == 3
+        loaders = DataLoader(torch.ones(28, 4), batch_size=7), DataLoader(torch.ones(8, 4))
+        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+        assert trainer.global_step == 3 * max_epochs
         return trainer
 
     return run
@@ -170,3 +201,29 @@ def test_loaders_that_a_hook_has_asked_for_are_made_anew_as_planned(fit):
     sizes.clear()
     fit(Counting(sizes.append), plan=plan)
     assert sizes == [3, 3, 3]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
+@pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
+def test_a_step_of_a_resumed_run_reads_where_training_goes_on(fit, tmp_path, is_manual):
+    folder, named = tmp_path / "saved", {"auto_insert_metric_name": False, "save_top_k": -1}
+    callbacks = [
+        ModelCheckpoint(folder, filename="in-{step}", every_n_train_steps=1, **named),
+        ModelCheckpoint(folder, filename="after-{epoch}", save_on_train_epoch_end=True, **named),
+    ]
+    trainer = fit(Scheduled(lambda _: None, is_manual=is_manual), max_epochs=2, callbacks=callbacks)
+    trainer.save_checkpoint(folder / "end.ckpt")
+    paths = sorted(folder.glob("*.ckpt"))
+    assert len(paths) == 9
+    begun = set()
+    for path in paths:
+        seen = []
+        trainer = fit(Scheduled(seen.append, is_manual=is_manual), max_epochs=4, ckpt_path=path)
+        first = next(place for place, (is_training, _) in enumerate(seen) if is_training)
+        assert first > 1
+        assert {counts for _, counts in seen[: first + 1]} == {seen[first][1]}, path.name
+        begun.add(seen[first][1][:2])
+        assert (trainer.current_epoch, trainer.global_step) == (4, 12)
+    assert begun == {(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (2, 6)}
