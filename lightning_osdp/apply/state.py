@@ -6,7 +6,7 @@ memory of its all-gather. Loading takes this rank's rows of whole tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.apply.internals import dtensors
@@ -57,8 +57,15 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
         ConfigurationError: the optimizer is not one of this module's parameters, or the slices of an operator are in
             several of its parameter groups.
     """
-    names = [name for group in names_by_group(module, optimizer) for name in group]
-    state = join_states(_renamed(optimizer.state_dict(), dict(enumerate(names))), cuts_of(module))
+    names, cuts = [name for group in names_by_group(module, optimizer) for name in group], cuts_of(module)
+    state = join_states(_renamed(optimizer.state_dict(), dict(enumerate(names))), cuts)
+    wholes = [name for group in state["param_groups"] for name in group["params"]]
+
+    def joined(fields: dict[str, Any]) -> Mapping[str, Any]:
+        states: dict[str, Any] = join_states({"state": fields, "param_groups": ()}, cuts)["state"]
+        return states
+
+    state.update(_rearranged(_extra_entries(state), _shapes(module, names), wholes, joined))
     for group in state["param_groups"]:
         if "param_names" in group:  # the optimizer got named_parameters(), with names of slices
             group["param_names"] = list(group["params"])
@@ -89,6 +96,61 @@ def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, An
 def _extra_entries(state: Mapping[str, Any]) -> dict[str, Any]:
     """Entries that an optimizer's own ``state_dict`` adds."""
     return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+
+
+def _rearranged(
+    value: Any,
+    shapes: Mapping[str, Sequence[int]],
+    names: Sequence[str],
+    change: Callable[[dict[str, Any]], Mapping[str, Any]],
+) -> Any:
+    """Gives containers with an entry for each parameter the entries of other parameters; anything else stays.
+
+    Such a container is a list in the order of parameters, or a dict by their numbers or names, in which a tensor has
+    the shape of its parameter. It may stand in other lists and dicts.
+
+    Args:
+        value: an optimizer's own entries.
+        shapes: of the parameters that containers have entries of, by name.
+        names: of the parameters that containers are to have entries of.
+        change: takes and gives fields of entries by the names of parameters.
+    """
+    entries = _by_parameter(value, shapes)
+    if entries is None:
+        again = partial(_rearranged, shapes=shapes, names=names, change=change)
+        if type(value) is dict:
+            return {key: again(each) for key, each in value.items()}
+        return type(value)(map(again, value)) if type(value) in (list, tuple) else value
+    fields = change({name: each if type(each) is dict else {None: each} for name, each in entries.items()})
+    found = {name: fields[name].get(None, fields[name]) for name in names if name in fields}
+    if type(value) is not dict:
+        return type(value)(found.values())
+    is_numbered = _is_number(next(iter(value)))
+    return {names.index(name): each for name, each in found.items()} if is_numbered else found
+
+
+def _by_parameter(value: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any] | None:
+    """Entries of a container by the names of parameters; None where it has something else."""
+    names, found = [*shapes], dict[str, Any]()
+    if type(value) in (list, tuple) and len(value) == len(names):
+        found = dict(zip(names, value, strict=True))
+    elif type(value) is dict and all(_is_number(key) and int(key) < len(names) for key in value):
+        found = {names[int(number)]: each for number, each in value.items()}
+    elif type(value) is dict and value.keys() <= shapes.keys():
+        found = value
+    tensors = ((name, leaf) for name, each in found.items() for leaf in tree_leaves(each) if isinstance(leaf, Tensor))
+    return found if any(leaf.dim() and tuple(leaf.shape) == tuple(shapes[name]) for name, leaf in tensors) else None
+
+
+def _is_number(key: object) -> bool:
+    """Tells numbers of parameters, which ``torch.distributed.checkpoint`` reads as texts."""
+    return str(key).isdecimal()
+
+
+def _shapes(module: nn.Module, names: Sequence[str]) -> dict[str, Sequence[int]]:
+    """Shapes of parameters, of slices or of whole operators, by these names."""
+    parameters = {**dict(module.named_parameters()), **whole_parameters(module)}
+    return {name: parameters[name].shape for name in names}
 
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -166,9 +228,17 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
     pieces = cut_states(entries, cuts)
     parameters = dict(module.named_parameters())
     numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
-    extra, likes = _extra_entries(state), {}
+    names, extra, likes = [*numbers], _extra_entries(state), dict[Any, Any]()
     if extra:
-        likes = dict(tree_flatten_with_path(_extra_entries(optimizer.state_dict()))[0])
+        extra = _rearranged(extra, _shapes(module, join_names(names, cuts)), names, partial(cut_states, cuts=cuts))
+        own = _rearranged(
+            extra,
+            _shapes(module, names),
+            names,
+            lambda entries: {name: dict.fromkeys(fields, parameters[name]) for name, fields in entries.items()},
+        )
+        for tree in (own, _extra_entries(optimizer.state_dict())):
+            likes.update(tree_flatten_with_path(tree)[0])
     optimizer.load_state_dict(
         {
             **tree_map_with_path(lambda path, value: _own_rows(value, likes.get(path)), extra),

@@ -1,5 +1,6 @@
 """State of modules under ``fully_shard``: whole, in shards, from and to plain ones, within memory."""
 
+import copy
 import itertools
 import shutil
 import time
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_osdp.apply import StoredShards, state
 from lightning_osdp.apply.state import numbered
@@ -353,6 +355,81 @@ def odd_fields(folder):
     return found, {key: str(value) for key, value in fields.items()}
 
 
+class Averaging(torch.optim.SGD):
+    """Keeps averages of parameters, by their order and by their numbers, and a count, beside its states."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.averages, self.more = [], {"count": torch.tensor(0), "by": {}, "rates": [0.5, 0.25]}
+
+    def step(self):
+        super().step()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if not self.averages:
+            self.averages = [p.detach().clone() for p in parameters]
+        self.more["count"] += 1
+        for number, (p, average) in enumerate(zip(parameters, self.averages, strict=True)):
+            average.lerp_(p.detach(), 0.3)
+            self.more["by"].setdefault(number, {"first": p.detach().clone(), "steps": 0})["steps"] += 1
+
+    def state_dict(self):
+        return {**super().state_dict(), "averages": self.averages, "more": self.more}
+
+    def load_state_dict(self, state):
+        super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        self.averages, self.more = state["averages"], state["more"]
+
+
+class Averaged(Everything):
+    def configure_optimizers(self):
+        return Averaging(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def own_entries(folder):
+    """Entries of an optimizer that are not a plain one's, after all ways round and in other slices, and later."""
+    reference = Averaged()
+    optimizer_of_it = reference.configure_optimizers()
+    train(reference, optimizer_of_it, 2)
+    expected, wrong = copy.deepcopy(checkpoint_of(reference, optimizer_of_it)), {}
+    train(reference, optimizer_of_it, 2)
+    later = checkpoint_of(reference, optimizer_of_it)
+    for slices, others in ((2, 3), (0, 2), (3, 0)):
+        module = sharded(Averaged(), SLICES[slices])
+        optimizer = module.configure_optimizers()
+        module.load_state_dict(expected["state_dict"], strict=True)
+        state.load_optimizer(module, optimizer, copy.deepcopy(expected["optimizer_states"][0]))
+        name = f"{slices} from plain"
+        wrong[name] = far(found_in(module, optimizer), expected, atol=0.0)
+        by_name = state.optimizer_state(module, optimizer, "sharded")
+        stored = {"model": state.model_state(module, "sharded"), "optimizer_0": by_name}
+        dcp.save(stored, checkpoint_id=Path(folder) / f"own-{slices}")
+        again = sharded(Averaged(), SLICES[others])
+        optimizer_of_it = again.configure_optimizers()
+        load_shards(Path(folder) / f"own-{slices}", again, [optimizer_of_it])
+        wrong[f"{others} from shards of {slices}"] = far(found_in(again, optimizer_of_it), expected, atol=0.0)
+        train(module, optimizer, 2)
+        train(again, optimizer_of_it, 2)
+        for found in (found_in(module, optimizer), found_in(again, optimizer_of_it)):
+            wrong[name] += far(found, later, atol=1e-6)
+    return wrong
+
+
+def far(found, expected, *, atol):
+    """Paths in states of optimizers, on rank 0, at which two checkpoints differ by more than this."""
+    if dist.get_rank():
+        return []
+    leaves, others = (dict(tree_flatten_with_path(each["optimizer_states"])[0]) for each in (found, expected))
+    wrong = [*map(str, leaves.keys() ^ others.keys())]
+    for path in leaves.keys() & others.keys():
+        one, other = leaves[path], others[path]
+        if isinstance(other, torch.Tensor):
+            is_same = one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=atol)
+        else:
+            is_same = one == other
+        wrong += [] if is_same else [str(path)]
+    return wrong
+
+
 def names_in_groups():
     """Of an optimizer of named_parameters(), whole and in shards, and its own after both are loaded."""
     module = sharded(Everything(), SLICES[2])
@@ -520,6 +597,12 @@ def test_weights_of_split_operators_are_read_on_all_ranks(ranks):
 def test_odd_fields_of_optimizer_states_survive(ranks, tmp_path):
     for found, expected in ranks(2).run(odd_fields, folder=str(tmp_path)):
         assert found == [expected] * 3
+
+
+def test_own_entries_of_optimizers_are_those_of_a_plain_one_in_any_slices(ranks, tmp_path):
+    for found in ranks(2).run(own_entries, folder=str(tmp_path)):
+        assert len(found) == 6
+        assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
 def test_names_that_an_optimizer_holds_are_those_of_whole_operators(ranks):
