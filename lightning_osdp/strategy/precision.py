@@ -22,8 +22,8 @@ from lightning_osdp.apply import local, num_copies
 class OSDPPrecision(FSDPPrecision):
     """Lightning's FSDP precision without its limits: CPU autocast, clipping by norm, and ``"64-true"``.
 
-    Precisions that keep parameters in float32 round nothing to it, as under DDP: float64 in modules and batches stays,
-    and so does the default dtype. Of parameters in fewer bits ``"32-true"`` makes float32, as Lightning's does.
+    ``"32-true"`` rounds nothing, as under DDP: float64 in modules and batches stays, and so does the default dtype. It
+    makes float32 of parameters in fewer bits, as Lightning's does.
 
     Args:
         precision: as for ``Trainer(precision=...)`` with FSDP, or ``"64-true"``, which the Trainer's own flag refuses
