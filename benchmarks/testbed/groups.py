@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from benchmarks.testbed.simulated import SimulatedGroup, SimulatedLinks
 from lightning_osdp.apply import sharded
+from lightning_osdp.apply.internals import in_flight
 
 
 @contextmanager
@@ -28,9 +29,14 @@ def simulated_group(world_size: int, links: SimulatedLinks | None = None) -> Ite
 
     Args:
         world_size: N; this process is rank 0.
-        links: how long collectives take and what they allocate; None: no time at all.
+        links: how long collectives take and what they allocate; None: no time at all. Where they copy what is reduced,
+            units reduce while backward computes, as on gloo.
     """
-    with _default_group("simulated", world_size, links):
+    is_gloo = links is not None and links.copies_reduced
+    with (
+        _default_group("simulated", world_size, links),
+        mock.patch.object(in_flight, "is_by_gloo", return_value=is_gloo),
+    ):
         group = dist.group.WORLD
         assert isinstance(group, SimulatedGroup)
         yield group

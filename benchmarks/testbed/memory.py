@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -183,14 +183,20 @@ class _StepCounter(pl.Callback):
 
 def _reduce_scatters_as_phase(live: _PhaseBytes) -> AbstractContextManager[Any]:
     """Counts what lives during a reduce-scatter as a phase of its own, within that which calls it."""
-    reduce_scatter = dist.reduce_scatter_single
 
-    @wraps(reduce_scatter)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        around = live.enter("reduce-scatter")
-        try:
-            return reduce_scatter(*args, **kwargs)
-        finally:
-            live.enter(around)
+    def as_phase(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(reduce_scatter)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            around = live.enter("reduce-scatter")
+            try:
+                return reduce_scatter(*args, **kwargs)
+            finally:
+                live.enter(around)
 
-    return patch.object(dist, "reduce_scatter_single", run)
+        return run
+
+    names = ("reduce_scatter_single", "all_to_all_single")  # torch's own, and what OSDP's begins with on gloo
+    patched = ExitStack()
+    for name in names:
+        patched.enter_context(patch.object(dist, name, as_phase(getattr(dist, name))))
+    return patched

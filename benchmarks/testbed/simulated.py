@@ -120,6 +120,13 @@ class SimulatedGroup(dist.ProcessGroup):
         output.copy_(source.view(self._size, -1)[self._rank].view_as(output)).mul_(times)
         return self._done(self.links.reduce_scatter_s(source.nbytes), [output], copied)
 
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> _Done:
+        """``torch.distributed.all_to_all_single`` of equal parts, of which all ranks have this rank's."""
+        output.view(self._size, -1).copy_(source.view(self._size, -1)[self._rank].expand(self._size, -1))
+        return self._done(self.links.reduce_scatter_s(source.nbytes), [output])
+
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
         """``torch.distributed.all_reduce``."""
         times = self._times(opts)

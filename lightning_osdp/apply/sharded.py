@@ -17,7 +17,16 @@ from torch.optim import Optimizer
 from lightning_osdp.apply import state
 from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, is_inside, with_recomputed
 from lightning_osdp.apply.agreement import Agreement
-from lightning_osdp.apply.internals import access, backward, dtensors, gathering, resident, sharding, unsharded
+from lightning_osdp.apply.internals import (
+    access,
+    backward,
+    dtensors,
+    gathering,
+    in_flight,
+    resident,
+    sharding,
+    unsharded,
+)
 from lightning_osdp.apply.prepare import (
     call_layers_in_evaluation,
     check_shardable,
@@ -110,6 +119,7 @@ class ShardedModel:
         self._writes = unsharded.GatheredWrites(self._groups)
         for group in self._groups:
             unsharded.Freezing(group)
+        self._reduce_scatters = in_flight.ReduceScatters(module, self._groups)
         self._agreement = Agreement(module, self._groups, self._writes)
         self._waiting = backward.WaitingForwards(module)
         access.set_owner(module, self)
@@ -222,6 +232,7 @@ class ShardedModel:
             RanksApartError: ranks have not run the same units, or nodes have drifted apart.
             ConfigurationError: the step before has written to parameters that are gathered in low precision.
         """
+        self._reduce_scatters.finish()
         self.reshard()  # shards take over writes to unsharded parameters before the optimizer changes them
         self._agreement.settle(optimizer)
         share_gradients(optimizer)
@@ -332,6 +343,7 @@ class ShardedModel:
                     parameter.grad = gradient
 
     def _forget_step(self) -> None:
+        self._reduce_scatters.forget()
         backward.forget_step(self.module, self._groups)
         self._waiting.forget()
 

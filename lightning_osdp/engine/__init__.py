@@ -7,7 +7,7 @@ from lightning_osdp.engine.change import FLIPS, check_change
 from lightning_osdp.engine.effects import FREED, KEPT, Effects, block_effects, effects_in, effects_of, num_all_gathers
 from lightning_osdp.engine.events import COLLECTIVES, GATHERS, OVERHEAD, Collective, Event
 from lightning_osdp.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of, num_shards
-from lightning_osdp.engine.live_parts import BLOCKS_IN_FLIGHT, Moment, in_flight_bytes
+from lightning_osdp.engine.live_parts import BLOCKS_IN_FLIGHT, REDUCTIONS_IN_FLIGHT, Moment, in_flight_bytes
 from lightning_osdp.engine.schedule import MOST_SIMULATED, leaving_order
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "KEPT",
     "MOST_SIMULATED",
     "OVERHEAD",
+    "REDUCTIONS_IN_FLIGHT",
     "Collective",
     "Effects",
     "Event",

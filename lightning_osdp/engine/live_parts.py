@@ -9,13 +9,17 @@ beside the states between steps:
     compute     (L-1-i) s + i k + q + w + p + g + A_i                        p = w of the unit prefetched
     reduce      (L-1-i) s + i k + p + r + l + r/N + max(cast s, gloo r) + A_i
 
+On gloo q is 2 r, and the last term the sum of both.
+
 - An all-gather fills one buffer, from which each parameter is copied. In forward the buffer of a unit lives until the
   next unit has been copied out, so that two of them live beside the copy; unless unsharding is asynchronous: then, and
   in backward, it is gone after the copy. Where forward is run again in backward, it is gone when the unit's has run.
 - Under mixed precision the shard is cast for an all-gather, and what a reduce-scatter returns is cast to the dtype at
   rest.
 - Gradients are copied into one tensor to be reduced. It lives until backward is through with the next unit, or is over.
-  The last gradient lives while the tensor is reduced, a name outlives the loop.
+  The last gradient lives while the tensor is reduced, a name outlives the loop. Where the backend copies, what it
+  receives lives as long, and so does what it returns, where that is cast or added to gradients of micro-batches before;
+  but for units that are sharded in the node, whose reduce-scatters are waited for.
 - Where forward leaves a shard in each node, it is cut from what was gathered, in the dtype of computing and with its
   paddings. It lives until backward has copied out what is gathered of it; under mixed precision it is copied for that.
 - Where a unit is sharded in the node, each rank keeps what it has all-reduced between nodes until backward is over: of
@@ -72,6 +76,9 @@ Observer = Callable[[float, Callable[[], Moment]], None]
 """Takes the bytes of each moment, and what makes a `Moment` of it where that is wanted."""
 
 
+REDUCTIONS_IN_FLIGHT = 1
+"""Reduce-scatters that may go on while backward computes: the next one's gradients are not copied before."""
+
 BLOCKS_IN_FLIGHT = 2
 """As many blocks are on the device at most because they are on their way to the host or back, where copies go on beside
 computing: the one that runs, and its neighbour. In forward that is the one before, whose copies end meanwhile; in
@@ -106,7 +113,8 @@ class LiveParts:
         is_bound: bool,
     ) -> None:
         self.profile, self.units, self.observer = step.profile, step.units, observer
-        self.world_size, self.copies = step.cluster.world_size, step.cluster.reduce_scatter_copies
+        self.world_size = step.cluster.world_size
+        self.copies = step.cluster.reduce_scatter_copies and self.world_size > 1
         self.node_size = step.cluster.node_size or self.world_size
         self.samples, self.num_micro_batches = step.workload.micro_batch_size, step.workload.num_micro_batches
         self.layout, self.sizes, self.shards = layout, layout.units, shards
@@ -297,18 +305,21 @@ class LiveParts:
         self.settled = 0.0
 
     def _reduce(self, unit: int) -> None:
-        size = self.sizes[unit]
-        self._scatter(unit, casts=size.scattered != size.reduced)
-        if unit not in self.reduced:
-            self.reduced.add(unit)
-            self._add("reduced gradients", size.reduced)
+        self._scatter(unit, goes_on=self.copies)
+        self._keep_reduced(unit)
 
     def _reduce_in_node(self, unit: int) -> None:
         size = self.sizes[unit]
         stays = size.scattered if unit in self.reduced or size.scattered != size.reduced else 0.0
-        self._reduce(unit)
+        self._scatter(unit)
+        self._keep_reduced(unit)
         self.all_reduced += stays
         self._add("reduced gradients", stays)
+
+    def _keep_reduced(self, unit: int) -> None:
+        if unit not in self.reduced:
+            self.reduced.add(unit)
+            self._add("reduced gradients", self.sizes[unit].reduced)
 
     def _all_reduce(self, unit: int) -> None:
         """In place; what micro-batches before have left was added to it."""
@@ -321,11 +332,14 @@ class LiveParts:
             self.partial[unit] = self.sizes[unit].scattered
             self._add("accumulated gradients", self.partial[unit])
 
-    def _scatter(self, unit: int, *, casts: bool) -> None:
+    def _scatter(self, unit: int, *, casts: bool = True, goes_on: bool = False) -> None:
+        """Gradients are copied and reduced; where that goes on, what is received and returned lives on as well."""
         size, name, before = self.sizes[unit], self._name(unit), self.sent
         self._send(0.0)
         last = size.last_whole_gradient if unit in self.accumulated else size.last_gradient
         sent, left = size.flat_gradient, size.flat_gradient + last + size.scattered
+        cast = size.reduced if casts and size.scattered != size.reduced else 0.0
+        received = sent * self.copies
         if sent:
             self._observe("backward", name, "unsharded gradients", sent)
         if unit in self.accumulated:
@@ -334,9 +348,12 @@ class LiveParts:
         else:
             self._add("unsharded gradients", -size.gradients)
         if sent and self.world_size > 1:
-            self._observe("reduce-scatter", name, "unsharded gradients", left + sent * self.copies)
+            self._observe("reduce-scatter", name, "unsharded gradients", left + received)
         if sent:
-            self._observe("backward", name, "unsharded gradients", left + size.reduced * casts)
+            self._observe("backward", name, "unsharded gradients", left + received * goes_on + cast)
+        if goes_on:
+            # gradients of earlier micro-batches are added to when it has ended
+            sent += received + size.scattered * bool(cast) + (cast or size.scattered) * (unit in self.reduced)
         # where others reduce in the last micro-batch only, an earlier one is there for longer
         self._send(max(before, sent) if self.is_bound and self.num_micro_batches > 1 else sent)
         self.settled = 0.0

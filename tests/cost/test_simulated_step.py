@@ -212,12 +212,14 @@ class Simulation:
         self.look(sent)  # as one tensor, beside those that backward has made
         self.bytes["gradients"] -= sent
         if sent:
-            # each operator is one parameter, and the last one's gradient lives on; gloo copies what it sends
+            # each operator is one parameter, and the last one's gradient lives on; gloo receives as much
             more = operators[-1].gradient_bytes + sent if self.is_sharded else 0
             self.look(sent + sent / self.world_size + more)
+        # what gloo receives lives as long, and what comes back to be added to a gradient of a micro-batch before
+        again = sent / self.world_size if u in self.reduced else 0.0
         self.bytes["reduced"] += 0 if u in self.reduced else self.shard[u]
         self.reduced.add(u)
-        self.bytes["sent"] = sent
+        self.bytes["sent"] = 2 * sent + again if self.is_sharded else sent
 
     def update(self):
         self.bytes["sent"] = 0.0

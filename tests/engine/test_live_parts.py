@@ -64,8 +64,11 @@ def moments(profile, mode, engine, *, world_size, copies=True, num_micro_batches
     return [moment for _, moment in estimate.moments], bound
 
 
-def closed_form(itemsize, gathered_itemsize, mode, engine, *, world_size, copies, node_size=1):
-    """The largest moment, its bytes by what they are; gradients of the step before live to the end of forward."""
+def closed_form(itemsize, gathered_itemsize, mode, engine, *, world_size, copies, node_size=1, goes_on=True):
+    """The largest moment, its bytes by what they are; gradients of the step before live to the end of forward.
+
+    Where the backend copies, reduce-scatters go on while backward computes, or are waited for.
+    """
     n, num, at_rest = world_size, NUM_UNITS, ROWS * (COLUMNS + 1) * itemsize
     s, w = at_rest / n, ROWS * (COLUMNS + 1) * gathered_itemsize
     g, r, last = w, w, ROWS * gathered_itemsize
@@ -80,11 +83,12 @@ def closed_form(itemsize, gathered_itemsize, mode, engine, *, world_size, copies
     for i in range(num):
         held = base + (num - 1 - i) * s + i * k
         p = w if engine.backward_prefetch == "pre" and i > 0 and mode is not DP else 0
-        q = r if i < num - 1 else 0
+        going = copies and goes_on
+        q = (r + (r + (r / n if cast else 0)) * going) if i < num - 1 else 0
         cast_again = k if mode is HPZ and cast_shard else cast_shard
         found.append(held + q + w + p + (cast_again if p else 0))  # the next unit is gathered
         found.append(held + q + w + p + g)  # compute
-        found.append(held + p + r + last + r / n + max(cast, r * copies))  # reduce
+        found.append(held + p + r + last + r / n + (r + cast if going else max(cast, r * copies)))  # reduce
         if mode is not DP:
             found.append(held + q + w + cast_again)  # it is gathered itself
             found.append(held + q + 2 * w + (k if mode is HPZ else 0))  # copy-out
@@ -125,9 +129,10 @@ def test_units_that_are_sharded_in_the_node_take_what_they_take_on_its_ranks_alo
     for prefetch, ahead, asynchronous in product(PREFETCH_CHOICES, (False, True), (False, True)):
         engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
         found, bound = moments(linears(*sizes), mode, engine, world_size=world_size, node_size=node_size)
-        expected = closed_form(*sizes, alone, engine, world_size=node_size, copies=True)
+        expected = closed_form(*sizes, alone, engine, world_size=node_size, copies=True, goes_on=False)
         assert max(moment.num_bytes for moment in found) == pytest.approx(expected), engine
-        assert bound.peak_bytes == pytest.approx(expected, rel=0.1)
+        # the bound is one on all modes, of which others receive while they compute
+        assert expected <= bound.peak_bytes <= 1.1 * expected + ROWS * (COLUMNS + 1) * sizes[0], engine
 
 
 @pytest.mark.parametrize(("precision", "number", "stays"), [("fp32", 1, 0), ("fp32", 2, 1), ("bf16-mixed", 1, 1)])

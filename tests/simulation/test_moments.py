@@ -43,17 +43,17 @@ def test_moments_come_in_order(model, cluster):
         ("backward", "m2", 360 + 80 + 120 + 120),
         ("backward", "m2", 360 + 80 + 120 + 120),  # freed, and gradients in one tensor
         ("reduce-scatter", "m2", 360 + 80 + 120 + 120 + 60 + 120),
-        ("backward", "m2", 360 + 80 + 120 + 120 + 60),
-        # what m2 has sent lives until m1 reduces
-        ("backward", "m1", 360 + 60 + 80 + 80 + 120),
+        ("backward", "m2", 360 + 80 + 120 + 120 + 60 + 120),
+        # what m2 has sent, and receives meanwhile, lives until m1 reduces
+        ("backward", "m1", 360 + 60 + 80 + 80 + 240),
         ("backward", "m1", 360 + 60 + 80 + 80),
         ("reduce-scatter", "m1", 360 + 60 + 80 + 80 + 40 + 80),
-        ("backward", "m1", 360 + 60 + 80 + 80 + 40),
-        ("backward", "m0", 360 + 100 + 2 * 40 + 80),
-        ("backward", "m0", 360 + 100 + 40 + 40 + 80),
+        ("backward", "m1", 360 + 60 + 80 + 80 + 40 + 80),
+        ("backward", "m0", 360 + 100 + 2 * 40 + 160),
+        ("backward", "m0", 360 + 100 + 40 + 40 + 160),
         ("backward", "m0", 360 + 100 + 40 + 40),
         ("reduce-scatter", "m0", 360 + 100 + 40 + 40 + 20 + 40),
-        ("backward", "m0", 360 + 100 + 40 + 40 + 20),
+        ("backward", "m0", 360 + 100 + 40 + 40 + 20 + 40),
         ("optimizer step", "", 480),
     ]
     assert all(sum(m.parts.values()) == pytest.approx(m.num_bytes) for m in moments)

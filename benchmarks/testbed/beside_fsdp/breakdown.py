@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from benchmarks.families import build
 from benchmarks.testbed.beside_fsdp.engines import BY_HAND, BY_HAND_ON_ROWS, OSDP, ByHand, plan_for
 from benchmarks.testbed.groups import fake_group
-from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.step import Step
 from lightning_osdp.apply import local
+from lightning_osdp.apply.internals import in_flight
 
 COPY_IN, COPY_OUT, GATHER, REDUCE, WAIT = "copy-in", "copy-out", "all-gather", "reduce-scatter", "waits"
 OPTIMIZER, WHOLE = "optimizer", "whole step"
@@ -32,7 +32,8 @@ _PLACES: tuple[tuple[Any, str, str], ...] = (
     (torch.ops.fsdp, "chunk_cat", COPY_IN),
     (torch.ops.fsdp, "split_with_sizes_copy", COPY_OUT),
     (dist, "all_gather_single", GATHER),
-    (dist, "reduce_scatter_single", REDUCE),
+    (in_flight, "scatter", REDUCE),
+    (in_flight, "add_up", REDUCE),
     (dist.Work, "wait", WAIT),
 )
 """What ``fully_shard`` calls, and under which name its time counts."""
@@ -40,19 +41,18 @@ _PLACES: tuple[tuple[Any, str, str], ...] = (
 
 def wall_times(*, model: str, mode: str, num_rounds: int) -> dict[str, float]:
     """Median seconds per step of each part, and of the whole, on this rank. Call it on all ranks."""
-    with ring_reduce_scatters():
-        module = build(model)
-        step = Step(module, plan_for(module, mode=mode, world_size=dist.get_world_size()))
-        for _ in range(_NUM_CHECKED):
+    module = build(model)
+    step = Step(module, plan_for(module, mode=mode, world_size=dist.get_world_size()))
+    for _ in range(_NUM_CHECKED):
+        step()
+    found: list[Mapping[str, float]] = []
+    for _ in range(num_rounds):
+        dist.barrier()
+        with _timed() as seconds, _stepping_timed(step.optimizer, seconds):
+            start_s = time.perf_counter()
             step()
-        found: list[Mapping[str, float]] = []
-        for _ in range(num_rounds):
-            dist.barrier()
-            with _timed() as seconds, _stepping_timed(step.optimizer, seconds):
-                start_s = time.perf_counter()
-                step()
-                seconds[WHOLE] += time.perf_counter() - start_s
-            found.append(seconds)
+            seconds[WHOLE] += time.perf_counter() - start_s
+        found.append(seconds)
     return {name: median(each.get(name, 0.0) for each in found) for name in found[0]}
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from benchmarks.families import Family, build
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
 from benchmarks.testbed.beside_fsdp.turns import Turns, fastest_of_slowest, fits_in_turns, seconds_of
+from benchmarks.testbed.by_hand import waited_reduce_scatters
 from benchmarks.testbed.plans import sent_bytes
-from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.training import quiet, train
 from lightning_osdp import (
     Cluster,
@@ -112,7 +112,7 @@ def on_one_rank(
     Returns:
         Fields of an `Entrant` for each limit and competitor.
     """
-    with ring_reduce_scatters(), quiet(), after_the_first_steps():
+    with waited_reduce_scatters(), quiet(), after_the_first_steps():
         cluster = measure_cluster(torch.device("cpu"), node_size=node_size)
         samples = _profiled(division, micro_batch_size, num_micro_batches)
         profiles = [

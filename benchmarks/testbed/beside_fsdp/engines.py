@@ -18,8 +18,8 @@ from benchmarks.families import Family, build
 from benchmarks.testbed.beside_fsdp.contest import after_the_first_steps
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
 from benchmarks.testbed.beside_fsdp.turns import Turns, fits_in_turns, seconds_of, slowest_ranks
+from benchmarks.testbed.by_hand import gather_ahead, scatter_in_flight, waited_reduce_scatters
 from benchmarks.testbed.memory import WARM_UP_STEPS, count_step
-from benchmarks.testbed.ring import ring_reduce_scatters, use_ring
 from benchmarks.testbed.training import quiet, train
 from lightning_osdp.apply.internals import gathering
 from lightning_osdp.apply.updates import stepping_on_rows
@@ -29,12 +29,14 @@ from lightning_osdp.engine import effects_of
 from lightning_osdp.profiler import LiveBytes
 
 BY_HAND, BY_HAND_ON_ROWS = "fully_shard by hand", "fully_shard by hand, steps on rows"
+BY_HAND_AHEAD = "fully_shard by hand, with prefetch"
 REPLICATED = "fully_shard by hand, on a mesh of N x 1"
 """Units are whole on every rank, as under DDP, and their gradients are all-reduced."""
 OSDP, LIGHTNING, DDP = "OSDP", "FSDPStrategy", "DDPStrategy"
-CONTESTANTS = (BY_HAND, BY_HAND_ON_ROWS, REPLICATED, OSDP, LIGHTNING, DDP)
+CONTESTANTS = (BY_HAND, BY_HAND_AHEAD, BY_HAND_ON_ROWS, REPLICATED, OSDP, LIGHTNING, DDP)
 _BY_HAND: dict[str, dict[str, bool]] = {
     BY_HAND: {},
+    BY_HAND_AHEAD: {"is_prefetched": True},
     BY_HAND_ON_ROWS: {"on_rows": True},
     REPLICATED: {"is_replicated": True},
 }
@@ -51,24 +53,35 @@ class ByHand:
         plan: whose units it gets, and whose samples; they are all in one mode, and there is one micro-batch.
         on_rows: whether its optimizer computes on rows, as it does in OSDP, instead of DTensors.
         is_replicated: whether every rank has all of every unit.
-        in_ring: whether its units reduce in a ring.
+        is_in_flight: whether its units reduce while backward computes, as OSDP's do.
+        is_prefetched: whether each unit gathers the next one ahead, in forward and in backward, as OSDP's may.
     """
 
     def __init__(
-        self, module: Family, plan: Plan, *, on_rows: bool = False, is_replicated: bool = False, in_ring: bool = True
+        self,
+        module: Family,
+        plan: Plan,
+        *,
+        on_rows: bool = False,
+        is_replicated: bool = False,
+        is_in_flight: bool = True,
+        is_prefetched: bool = False,
     ) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         if is_replicated:
             mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "shards"))
+        blocks: list[Any] = []
         for unit in plan.units:
             if unit.name:
-                block = module.get_submodule(unit.name)
-                fully_shard(block, mesh=mesh, reshard_after_forward=not effects_of(unit.treatments[0]).is_kept)
+                blocks.append(module.get_submodule(unit.name))
+                fully_shard(blocks[-1], mesh=mesh, reshard_after_forward=not effects_of(unit.treatments[0]).is_kept)
         fully_shard(module, mesh=mesh)
+        if is_prefetched:
+            gather_ahead(module, blocks)
         register_fsdp_forward_method(module, "loss")
         gathering.set_asynchronous(module, is_asynchronous=True)
-        if in_ring:
-            use_ring(module)
+        if is_in_flight:
+            scatter_in_flight(module)
         self.module, self.batch = module, module.batch(plan.micro_batch_size)
         self.optimizer = module.configure_optimizers()
         self._stepping: Callable[..., Any] = stepping_on_rows if on_rows else nullcontext
@@ -91,13 +104,13 @@ def plan_for(module: Family, *, mode: str, world_size: int) -> Plan:
 def times(*, model: str, mode: str, contestants: Sequence[str], num_rounds: int) -> dict[str, list[float]]:
     """Seconds of every step of each, one sample, on the rank that is slowest in it. Call it on all ranks."""
     fits = {name: partial(_fit, name, model, mode, num_steps=1 + num_rounds) for name in contestants}
-    with ring_reduce_scatters(), quiet(), after_the_first_steps():
+    with waited_reduce_scatters(), quiet(), after_the_first_steps():
         return slowest_ranks(seconds_of(fits_in_turns(fits, num_rounds=num_rounds)))
 
 
 def peaks(*, model: str, mode: str, contestants: Sequence[str]) -> dict[str, int]:
     """Bytes of live storages that a step of each takes on this rank. Call it on all ranks."""
-    with ring_reduce_scatters():
+    with waited_reduce_scatters():
         return {name: _peak_bytes(name, model, mode) for name in contestants}
 
 

@@ -7,6 +7,7 @@ Each module is a subject. Callers, also in the room, write its name in front: ``
 `dtensors`      rows of DTensors, and operations on them
 `sharding`      changes of modules before and after ``fully_shard``, and undoing it
 `gathering`     all-gathers and reduce-scatters, and what they leave
+`in_flight`     reduce-scatters that go on while backward computes
 `unsharded`     changes of parameters while they are unsharded, which shards take over
 `resident`      units that stay unsharded for ever
 `backward`      the end of backward for each unit, and gradients that are not reduced yet
@@ -18,9 +19,18 @@ from __future__ import annotations
 import torch
 
 try:
-    from lightning_osdp.apply.internals import access, backward, dtensors, gathering, resident, sharding, unsharded
+    from lightning_osdp.apply.internals import (
+        access,
+        backward,
+        dtensors,
+        gathering,
+        in_flight,
+        resident,
+        sharding,
+        unsharded,
+    )
 except ImportError as error:
     _text = f"Expected a torch with the parts of fully_shard that 2.13 to 2.15 have, got {torch.__version__}: {error}"
     raise ImportError(_text) from error
 
-__all__ = ["access", "backward", "dtensors", "gathering", "resident", "sharding", "unsharded"]
+__all__ = ["access", "backward", "dtensors", "gathering", "in_flight", "resident", "sharding", "unsharded"]

@@ -131,17 +131,18 @@ def drop_retained(group: Any) -> None:
 
 def on_collectives(group: Any, note: Callable[[bool], None]) -> None:
     """Calls ``note`` before each all-gather (with False) and each reduce-scatter (with True) of a unit."""
+    scatter = group._reduce_scatter_comm
 
     def gather(output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
         note(False)
         return dist.all_gather_single(output_tensor, input_tensor, **kwargs)
 
-    def reduce(output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
+    def reduce(**kwargs: Any) -> Any:
         note(True)
-        return dist.reduce_scatter_single(output=output_tensor, input=input_tensor, **kwargs)
+        return scatter(**kwargs)
 
-    group.modules[0].set_custom_all_gather(_Collective(gather))
-    group.modules[0].set_custom_reduce_scatter(_Collective(reduce))
+    group.modules[0].set_custom_all_gather(_Collective(gather, _allocated))
+    group.modules[0].set_custom_reduce_scatter(_Collective(reduce, scatter.allocate))
 
 
 def whole_storages(module: nn.Module) -> Iterator[Tensor]:
@@ -187,15 +188,15 @@ def _name_group(named: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 
 
 class _Collective:
-    """All-gather or reduce-scatter of units, with buffers allocated as torch's own does."""
+    """All-gather or reduce-scatter of units, with buffers allocated by a given function."""
 
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Buffer for the input or output of the collective."""
-        return torch.empty(size, dtype=dtype, device=device)
+    def __init__(self, run: Callable[..., Any], allocate: Callable[..., Tensor]) -> None:
+        self._run, self.allocate = run, allocate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the collective."""
         return self._run(*args, **kwargs)
+
+
+def _allocated(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)

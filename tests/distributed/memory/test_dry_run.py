@@ -433,11 +433,11 @@ def test_what_one_rank_lacks_all_save_and_train_as_if_planned_so(ranks, phase, p
 
 
 def test_on_cpu_tensors_are_counted_against_the_limit(ranks):
-    # Alone, a rank does not see gloo's copy of what it reduces, which lives at the peak of a step.
+    # Alone, too, a rank receives as much as it reduces.
     for fits, saves, (kind, text) in ranks(2).run(counted, shares=(1.01, 0.98, 0.5)):
         assert fits == ()
         assert 1 <= len(saves) <= 3
-        assert "ran out of memory in forward of 'layers.2', so 1 unit keeps less, 16.2 KiB together" in saves[0]
+        assert "ran out of memory in backward of 'layers.2', so 1 unit keeps less, 16.2 KiB together" in saves[0]
         assert kind == "InfeasibleError"
         assert "in the dry run rank 0 ran out of memory in the optimizer step: MemoryError: live tensors take" in text
         assert "Use a smaller batch, more ranks or, where tensors are counted, a higher memory_limit" in text

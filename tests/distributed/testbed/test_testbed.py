@@ -1,22 +1,21 @@
 """Counts with one process for rank 0 of N, against counts in real ranks."""
 
-from contextlib import ExitStack
-from unittest.mock import patch
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from benchmarks.families import build
-from benchmarks.testbed import ring
 from benchmarks.testbed.beside_fsdp.engines import ByHand
 from benchmarks.testbed.groups import fake_group, simulated_group
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import plan_of
-from benchmarks.testbed.ring import ring_reduce_scatter
 from benchmarks.testbed.simulated import SimulatedLinks
 from benchmarks.testbed.step import Step
 from lightning_osdp.apply import local
+from lightning_osdp.apply.internals import in_flight
+from lightning_osdp.reduce_scatter import reduce_scatter
 from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
@@ -38,7 +37,7 @@ def counted(*, name, optimizer, modes, world_size, precision="32-true", prefetch
 
 
 def reduced(*, num_elements, op, ranks_of_group=None):
-    """This rank's shard by the ring and by gloo, in a group (None: all ranks), and whether the ring left its input."""
+    """This rank's shard by ours and by gloo's, in a group (None: all ranks), and whether ours left its input."""
     group = None if ranks_of_group is None else dist.new_group(ranks_of_group)
     if group is not None and dist.get_rank() not in ranks_of_group:
         return None
@@ -46,33 +45,18 @@ def reduced(*, num_elements, op, ranks_of_group=None):
     whole = (1.0 + dist.get_rank()) * torch.arange(num_elements * num_ranks)
     ours, expected, before = torch.empty(num_elements), torch.empty(num_elements), whole.clone()
     dist.reduce_scatter_single(expected, whole.clone(), op=op, group=group)
-    ring_reduce_scatter(ours, whole, op, group)
+    reduce_scatter(ours, whole, op=op, group=group)
     return ours.tolist(), expected.tolist(), torch.equal(whole, before)
 
 
-def refused_by_the_ring(**options):
-    """What it says to what it cannot do."""
-    try:
-        ring_reduce_scatter(torch.empty(2), torch.empty(2 * dist.get_world_size()), **options)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def reduced_in_a_ring(how):
-    """Squares of weights after steps without a ring and with it, and how many reductions took it.
+def reduced_in_flight(how):
+    """Squares of weights after steps with torch's own reduce-scatter and with ours, and how many were begun.
 
     Args:
         how: units are sharded "by hand" or "by a plan".
     """
-    num_rings = [0]
-
-    def counted(*args, **kwargs):
-        num_rings[0] += 1
-        ring_reduce_scatter(*args, **kwargs)
-
-    found = []
-    for with_ring in (False, True):
+    found, begin = [], mock.Mock(side_effect=in_flight.scatter)
+    for is_in_flight in (False, True):
         module = build("tiny", optimizer="sgd_momentum")
         plan = plan_of(
             module,
@@ -80,17 +64,15 @@ def reduced_in_a_ring(how):
             world_size=dist.get_world_size(),
             micro_batch_size=2,
         )
-        with ExitStack() as stack:
-            stack.enter_context(patch.object(ring, "ring_reduce_scatter", counted))
-            if with_ring and how != "by hand":
-                stack.enter_context(ring.ring_reduce_scatters())
-            step = ByHand(module, plan, in_ring=with_ring) if how == "by hand" else Step(module, plan)
+        with mock.patch.object(in_flight, "scatter", begin):
+            by_hand = how == "by hand" or not is_in_flight
+            step = ByHand(module, plan, is_in_flight=is_in_flight) if by_hand else Step(module, plan)
             for _ in range(3):
                 step()
-        if how != "by hand":
+        if not by_hand:
             step.sharded.reshard()
         found.append([float(local(parameter).detach().square().sum()) for parameter in module.parameters()])
-    return *found, num_rings[0]
+    return *found, begin.call_count
 
 
 MLP = {"layers.0": "ZDP", "layers.1": "DP", "layers.2": "ZDP", "layers.5": "ZDP"}
@@ -116,7 +98,8 @@ def test_rank_0_of_n_alone_counts_what_real_ranks_count(ranks, case):
     assert alone == pytest.approx(real, rel=1e-3)
     with fake_group(case["world_size"]):
         fake = counted(**case)
-    assert fake.pop("reduce-scatter") < alone.pop("reduce-scatter")  # gloo copies what it reduces
+    for phase in ("reduce-scatter", "backward"):  # what gloo reduces is received beside it, while backward computes
+        assert fake.pop(phase) < alone.pop(phase)
     assert fake == alone
 
 
@@ -124,7 +107,7 @@ def test_rank_0_of_n_alone_counts_what_real_ranks_count(ranks, case):
 @pytest.mark.parametrize(
     ("world_size", "group"), [slow(2, None), slow(3, None), (3, [2, 1]), slow(3, [0, 2]), slow(3, [1])]
 )
-def test_the_ring_reduces_as_gloo_does(ranks, world_size, group, op):
+def test_a_reduce_scatter_gives_what_gloos_does(ranks, world_size, group, op):
     found = ranks(world_size).run(reduced, num_elements=5, op=op, ranks_of_group=group)
     for rank, result in enumerate(found):
         if group is not None and rank not in group:
@@ -135,14 +118,8 @@ def test_the_ring_reduces_as_gloo_does(ranks, world_size, group, op):
         assert is_left_alone
 
 
-@pytest.mark.parametrize("options", [{"op": "MAX"}, {"async_op": True}])
-def test_the_ring_refuses_what_it_cannot_do(ranks, options):
-    for told in ranks(2).run(refused_by_the_ring, **options):
-        assert told.startswith("Expected SUM or AVG that is waited for")
-
-
 @pytest.mark.parametrize("how", ["by a plan", "by hand"])
-def test_units_reduce_in_the_ring(ranks, how):
-    for without, with_ring, num_rings in ranks(3).run(reduced_in_a_ring, how=how):
-        assert num_rings == 12  # three blocks and the root, in three steps
-        assert with_ring == pytest.approx(without, rel=1e-5)
+def test_units_reduce_while_backward_computes(ranks, how):
+    for by_torch, ours, num_begun in ranks(3).run(reduced_in_flight, how=how):
+        assert num_begun == 12  # three blocks and the root, in three steps
+        assert ours == pytest.approx(by_torch, rel=1e-5)

@@ -1,0 +1,166 @@
+"""Reduce-scatters of units on gloo that go on while backward computes, with nothing of torch changed.
+
+``fully_shard`` calls a reduce-scatter that it waits for, and makes gradients of shards views of what that has filled.
+Here it only begins (`lightning_osdp.reduce_scatter`): its output is filled later, and the gradients with it. Until then
+they are put aside, so that who looks at a shard's gradient inside of backward finds what was there before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.tensor import DTensor
+
+from lightning_osdp.apply.internals import access
+from lightning_osdp.engine import REDUCTIONS_IN_FLIGHT
+from lightning_osdp.reduce_scatter import add_up, can_add_up, is_by_gloo, reduce_scatter, scatter
+
+
+class ReduceScatters:
+    """Those of a root's units, of which the latest ones are in flight in backward, and none outside of it.
+
+    They end in the order in which they began: one when its turn comes to make room for the next one's input, all that
+    are left at the end of backward. A unit whose gradients somebody takes up at once waits for its own: where nodes
+    have all of it, and are all-reduced, or where a parameter has ``register_post_accumulate_grad_hook()``.
+
+    Args:
+        root: of the units.
+        groups: their parameters; those that are not reduced by gloo are left as they are.
+    """
+
+    def __init__(self, root: nn.Module, groups: Sequence[Any]) -> None:
+        self._most = REDUCTIONS_IN_FLIGHT
+        self._in_flight: deque[_Begun] = deque()
+        self._latest: _Begun | None = None  # in the unit whose gradients torch is about to set
+        for group in groups:
+            if group.device.type == "cpu" and is_by_gloo(group.mesh_info.shard_process_group):
+                group.modules[0].set_custom_reduce_scatter(_ReduceScatter(self, group))
+                group.post_backward = partial(self._post_backward, group, group.post_backward)
+        for state in access.state_of(root)._state_ctx.all_states:
+            state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
+
+    def make_room(self) -> None:
+        """Waits until one more may begin."""
+        while len(self._in_flight) >= self._most:
+            self._in_flight.popleft().end()
+
+    def finish(self) -> None:
+        """Waits for all: shards have their gradients then."""
+        while self._in_flight:
+            self._in_flight.popleft().end()
+
+    def forget(self) -> None:
+        """Waits for what a step that is given up has begun, and drops it."""
+        begun = [*self._in_flight]
+        self._in_flight.clear()
+        for each in begun:
+            each.work.wait()
+
+    def begin(self, begun: _Begun) -> None:
+        """One is in flight."""
+        self._latest = begun
+        self._in_flight.append(begun)
+
+    def _post_backward(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        try:
+            post_backward(*unused)
+        finally:
+            latest, self._latest = self._latest, None
+            if latest is not None:
+                latest.put_aside()
+        if latest is None and group.reduce_grads:
+            self.make_room()  # as torch does, which drops an input where a unit has nothing to reduce
+
+    def _end(self, end: Callable[[], None]) -> None:
+        end()
+        self.finish()
+
+
+class _ReduceScatter:
+    """That of one unit, with the methods of torch's ``ReduceScatter``."""
+
+    def __init__(self, others: ReduceScatters, group: Any) -> None:
+        self._others, self._group = others, group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of its input, and then of its output."""
+        self._others.make_room()
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """Begins, or does it all."""
+        if not can_add_up(op):
+            dist.reduce_scatter_single(output=output_tensor, input=input_tensor, group=group, op=op)
+        elif _is_taken_up(self._group):
+            reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+        else:
+            self._others.begin(_Begun(self._group, output_tensor, input_tensor, group, op))
+
+
+def _is_taken_up(group: Any) -> bool:
+    """Whether what a unit's reduce-scatter gives is needed at once."""
+    return (
+        isinstance(group.mesh_info, HSDPMeshInfo)
+        or group._all_reduce_hook is not None
+        or any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in group.fsdp_params)
+    )
+
+
+class _Begun:
+    """A reduce-scatter that has begun."""
+
+    def __init__(self, group: Any, output: Tensor, whole: Tensor, process_group: dist.ProcessGroup, op: Any) -> None:
+        self._output, self._whole, self._op = output, whole, op
+        self._name = group._module_fqn
+        _, self._divisor, *_ = _get_gradient_divide_factors(
+            process_group,
+            None,
+            whole.dtype,
+            whole.device.type,
+            group.gradient_divide_factor,
+            group.force_sum_reduction_for_comms,
+        )
+        self._received = torch.empty_like(whole)
+        self.work = scatter(self._received, whole, process_group)
+        self._gradients: list[tuple[nn.Parameter, DTensor]] = []
+        self._before = [(each.sharded_param, each.sharded_param.grad) for each in group.fsdp_params]
+        for parameter, _ in self._before:
+            parameter.grad = None  # else torch adds to it what is not there yet
+
+    def put_aside(self) -> None:
+        """Takes the gradients that torch has just set, and leaves those of before."""
+        for parameter, before in self._before:
+            if parameter.grad is not None:
+                assert isinstance(parameter.grad, DTensor)
+                self._gradients.append((parameter, parameter.grad))
+            parameter.grad = before
+        self._before = []
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Waits for it, and gives shards their gradients, or more of them."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            where = repr(self._name) if self._name else "the root unit"
+            raise RuntimeError(f"The reduce-scatter of gradients of {where} failed: {error}") from error
+        add_up(self._output, self._received, self._op)
+        if self._divisor not in {None, 1}:
+            self._output.div_(self._divisor)
+        parts = [gradient._local_tensor for _, gradient in self._gradients]
+        if parts and parts[0].dtype != self._output.dtype:  # parts of what torch has cast before it was there
+            parts[0].as_strided(self._output.shape, self._output.stride(), 0).copy_(self._output)
+        for (parameter, gradient), part in zip(self._gradients, parts, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                assert isinstance(parameter.grad, DTensor)
+                parameter.grad._local_tensor += part

@@ -1,0 +1,52 @@
+"""A reduce-scatter for gloo that sends what it has to, and that computing can go on beside.
+
+Each rank gets all summands of its shard by an all-to-all, which sends (N-1)/N of the whole tensor, and adds them up.
+Gloo's own is an all-reduce inside: it sends twice as much, and returns when it is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_by_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether collectives of a group on tensors of the CPU are gloo's. Testbeds have groups without backends."""
+    cpu = next((device for device in group._device_types if device.type == "cpu"), None)
+    return cpu is not None and bool(group._get_backend(cpu).name() == "gloo")
+
+
+def can_add_up(op: Any) -> bool:
+    """Whether `add_up` knows the operation: SUM or AVG."""
+    return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+
+def scatter(received: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
+    """Begins the all-to-all; the work that is returned ends when all summands are there.
+
+    Args:
+        received: gets the summands of this rank's shard, by rank; flat, as large as ``whole``.
+        whole: summands of all shards, by rank; flat. Neither may be touched before the work has ended.
+        group: of the ranks.
+    """
+    work: dist.Work = dist.all_to_all_single(received, whole, group=group, async_op=True)
+    return work
+
+
+def add_up(shard: Tensor, received: Tensor, op: Any) -> None:
+    """Writes the sum over ranks of what `scatter` has received, or their mean, to this rank's shard."""
+    torch.sum(received.view(-1, shard.numel()), 0, out=shard.view(-1))
+    if op == dist.ReduceOp.AVG:
+        shard.div_(received.numel() // shard.numel())
+
+
+def reduce_scatter(
+    shard: Tensor, whole: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+) -> None:
+    """Both, one after the other."""
+    received = torch.empty_like(whole)
+    scatter(received, whole, group).wait()
+    add_up(shard, received, op)

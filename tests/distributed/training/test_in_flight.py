@@ -1,0 +1,167 @@
+"""Reduce-scatters that go on while backward computes: the same numbers, however late they are, and nothing is left."""
+
+import dataclasses
+import itertools
+import random
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_osdp.apply.internals import dtensors, in_flight
+from tests.distributed.support import parts
+from tests.distributed.support.parts import Run, apart, base_plan, batches_by_step, ddp
+from tests.tiers import slow
+
+pytestmark = pytest.mark.distributed
+
+MOST = (1, 2, 100)
+SYNCS = {"every": ["every"], "last": ["last"], "both": ["every", "last"]}
+"""Of units, in turn."""
+
+
+class Counted(in_flight.ReduceScatters):
+    """Notes the most that were in flight at a time."""
+
+    most_seen = 0
+
+    def begin(self, begun):
+        super().begin(begun)
+        self.most_seen = max(self.most_seen, len(self._in_flight))
+
+
+def made(plan, most):
+    """Training under a plan, with so many in flight at most."""
+    with (
+        patch.object(in_flight, "REDUCTIONS_IN_FLIGHT", most),
+        patch.object(in_flight, "ReduceScatters", Counted),
+    ):
+        return Run(plan)
+
+
+def with_syncs(plan, syncs):
+    turns = itertools.cycle(syncs)
+    units = tuple(unit.treated(reduce=next(turns)) if unit.name else unit for unit in plan.units)
+    return dataclasses.replace(plan, units=units)
+
+
+def steps_of(run, number=None):
+    """What so many steps come to, none of which leaves anything in flight; None: one for each pair of batches."""
+    losses, batches = [], batches_by_step()
+    torch.manual_seed(7 + dist.get_rank())
+    for step in range(number or len(batches)):
+        losses += run.step(batches[step % len(batches)])
+        assert not run.model._reduce_scatters._in_flight
+    return run.found(losses)
+
+
+def equivalence(units):
+    """Differences from DDP, and most that were in flight, by how many may be and what units synchronise."""
+    found = {}
+    with patch.object(parts, "STEPS", 14 // dist.get_world_size()):  # as many as there are batches for
+        expected = ddp()
+        for most, (name, syncs) in itertools.product(MOST, SYNCS.items()):
+            run = made(with_syncs(base_plan(units), syncs), most)
+            found[most, name] = apart(steps_of(run), expected), run.model._reduce_scatters.most_seen
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "units"), [(2, "both"), (4, "operators"), slow(4, "both"), slow(2, "operators")]
+)
+def test_steps_equal_ddp_however_many_are_in_flight(ranks, world_size, units):
+    found = ranks(world_size).run(equivalence, units=units)[0]
+    assert {case: difference for case, (difference, _) in found.items() if difference > 1e-9} == {}
+    for (most, _), (_, seen) in found.items():
+        assert seen == most or (most > 8 and seen >= 8)
+
+
+def late(num_steps, seed):
+    """Whether all numbers are those of a run in which no rank is ever late."""
+    plan, draw = with_syncs(base_plan("block"), SYNCS["both"]), random.Random(repr((seed, dist.get_rank())))
+
+    def wait(*_):
+        if draw.random() < 0.3:
+            time.sleep(draw.random() * 2e-3)
+
+    expected = steps_of(made(plan, 2), num_steps)
+    run = made(dataclasses.replace(plan, forward_prefetch=True), 2)
+    for unit in run.model.units:
+        unit.handle.register_forward_pre_hook(wait)
+        unit.handle.register_full_backward_hook(wait)
+    found, seen = steps_of(run, num_steps), run.model._reduce_scatters.most_seen
+    return all(torch.equal(value, expected[name]) for name, value in found.items()), seen
+
+
+@pytest.mark.parametrize(("world_size", "num_steps"), [(2, 200), slow(4, 1000)])
+def test_ranks_that_are_late_change_no_number(ranks, world_size, num_steps):
+    pool = ranks(world_size)
+    pool.timeout_s = 900
+    assert pool.run(late, num_steps=num_steps, seed=1) == [(True, 2)] * world_size
+
+
+def looked_at(most):
+    """Gradients of one unit as hooks find them: complete where torch tells of it, those of before where it does not."""
+    run, (batches, *_) = made(base_plan("both"), most), batches_by_step()
+    first, last = run.module.first, run.module.last
+    in_hooks, in_backward = [], []
+    last.weight.register_post_accumulate_grad_hook(lambda weight: in_hooks.append(weight.grad.to_local().clone()))
+    looked = run.module.alone.up
+    first.register_forward_hook(lambda _, __, output: hold(output))
+
+    def hold(output):
+        output.register_hook(look)
+
+    def look(_):
+        gradient = looked.weight.grad
+        in_backward.append(None if gradient is None else dtensors.local(gradient).clone())
+
+    torch.manual_seed(7)
+    found = []
+    for batch in batches:
+        run.module(batch).backward()
+        found.append([dtensors.local(weight.grad).clone() for weight in (last.weight, looked.weight)])
+    (whole, before), (both, after) = found
+    return (
+        torch.equal(in_hooks[0], whole) and torch.equal(in_hooks[1], both) and not torch.equal(whole, both),
+        in_backward[0] is None and torch.equal(in_backward[1], before) and not torch.equal(before, after),
+    )
+
+
+def test_who_looks_at_gradients_in_backward_finds_whole_ones(ranks):
+    assert ranks(2).run(looked_at, most=100) == [(True, True)] * 2
+
+
+class _Broken:
+    def wait(self):
+        raise RuntimeError("Connection closed by peer")
+
+
+def broken():
+    """The error of a reduce-scatter that breaks, and whether training goes on as if that step had not been."""
+    plan, (first, second, *_) = base_plan("both"), batches_by_step()
+    runs, results = (made(plan, 2), made(plan, 2)), []
+    begin, begun = in_flight.scatter, []
+
+    def scatter(*args):
+        begun.append(begin(*args))
+        return _Broken() if len(begun) == 2 else begun[-1]
+
+    with patch.object(in_flight, "scatter", scatter), pytest.raises(RuntimeError) as raised:
+        runs[0].step(first)
+    for run in runs:
+        run.model.begin_fit()
+        run.optimizer.zero_grad()
+        torch.manual_seed(5)
+        found = run.found(run.step(second))
+        results.append({name: found[name] for name, _ in run.module.named_parameters()})
+        assert not run.model._reduce_scatters._in_flight
+    return str(raised.value), apart(*results)
+
+
+def test_an_error_names_its_unit_and_leaves_nothing_in_flight(ranks):
+    for told, difference in ranks(2).run(broken):
+        assert told == "The reduce-scatter of gradients of 'alone.up' failed: Connection closed by peer"
+        assert difference == 0.0
