@@ -136,7 +136,11 @@ class Cluster(Stored):
     backend: str = ""
     """Name of the process group's backend, for reports."""
     overlaps: bool = False
-    """Collectives run beside computing; a backend that blocks (gloo) has one thing happen at a time."""
+    """Collectives run beside computing; where none do, one thing happens at a time."""
+    waits_for: tuple[str, ...] = ()
+    """Kinds of collectives, by event, that the host waits for although others run beside computing."""
+    has_streams: bool = True
+    """The device has streams, in which synchronous all-gathers begin by themselves; on CPU the host waits for them."""
     contention: Contention = field(default_factory=Contention)
     """Slowdown of computing and collectives that overlap."""
     reduce_scatter_copies: bool = True

@@ -52,22 +52,26 @@ class FSDP2:
         if self.backward_prefetch not in choices:
             raise ConfigurationError(f"backward_prefetch must be one of {choices}, got {self.backward_prefetch!r}.")
 
-    def alternatives(self, *, overlaps: bool) -> tuple[Self, ...]:
+    def alternatives(self, *, overlaps: bool, has_streams: bool = True) -> tuple[Self, ...]:
         """With every setting that may be best; itself where nothing is left to choose.
 
         With asynchronous unsharding and all units gathered ahead; or with synchronous, if forward is to be chosen.
         Synchronous all-gathers begin by themselves while forward computes, a unit earlier, and hold one more buffer:
         neither is better for all models. To gather ahead explicitly besides makes those no earlier.
-        Where nothing overlaps, all prefetches take the same time, and none takes the least memory.
+        Where nothing overlaps, all prefetches take the same time, and none takes the least memory. Without streams, as
+        on CPU, the host waits for synchronous all-gathers: they overlap with nothing.
         """
+        overlaps = overlaps and (has_streams or self.asynchronous_unshard)
         backward = self.backward_prefetch
         if backward == AUTO:
             backward = "pre" if overlaps else "none"
         ahead = replace(self, backward_prefetch=backward, forward_prefetch=self.forward_prefetch is True)
         if self.forward_prefetch != AUTO or not overlaps:
             return (ahead,)
-        implicit = replace(ahead, asynchronous_unshard=False)
-        return (replace(ahead, forward_prefetch=True), implicit) if self.asynchronous_unshard else (implicit,)
+        explicit, implicit = replace(ahead, forward_prefetch=True), replace(ahead, asynchronous_unshard=False)
+        if not has_streams:
+            return (explicit,)
+        return (explicit, implicit) if self.asynchronous_unshard else (implicit,)
 
     def without_prefetch(self, chosen: Self) -> Self:
         """One of the `alternatives`, gathering ahead as little as these settings allow.

@@ -109,7 +109,9 @@ def make_plan(
     sweep = Sweep(
         [
             dataclasses.replace(first, engine=each, least_ahead=engine.without_prefetch(each))
-            for each in engine.alternatives(overlaps=first.overlaps)
+            for each in engine.alternatives(
+                overlaps=first.overlaps and "gather" not in cluster.waits_for, has_streams=cluster.has_streams
+            )
         ],
         Competition(memory_limit_bytes=memory_limit_bytes, search=method.search, space=space),
         policy=policy,

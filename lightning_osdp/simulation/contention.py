@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -44,10 +45,15 @@ class ContendedTimeline(Timeline):
         contention: Contention,
         *,
         asynchronous_unshard: bool,
+        waits_for: Collection[str] = (),
         keeps_intervals: bool = False,
     ) -> None:
         super().__init__(
-            durations, overlaps=True, asynchronous_unshard=asynchronous_unshard, keeps_intervals=keeps_intervals
+            durations,
+            overlaps=True,
+            asynchronous_unshard=asynchronous_unshard,
+            waits_for=waits_for,
+            keeps_intervals=keeps_intervals,
         )
         self._contention = contention
         self._queues: dict[str, deque[_Collective]] = {link: deque() for link in self.communicators_s}
@@ -87,7 +93,10 @@ class ContendedTimeline(Timeline):
         queue.append(issued)
         if queue[0] is issued:
             self._begin()
-        return math.inf
+        if kind not in self.waits_for:
+            return math.inf
+        self._wait_for(issued)
+        return self.compute_s
 
     def _catch_up(self, issued: _Collective) -> None:
         """Takes a collective that could begin before computing came to where it is as far as that.

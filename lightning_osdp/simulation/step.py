@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Contention
@@ -18,7 +19,17 @@ from lightning_osdp.cost import (
     overhead_part_s,
     saving_peak,
 )
-from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, OVERHEAD, Event, Moment, effects_of, in_modes
+from lightning_osdp.engine import (
+    COLLECTIVES,
+    DEFAULT,
+    FSDP2,
+    GATHERS,
+    OVERHEAD,
+    Event,
+    Moment,
+    effects_of,
+    in_modes,
+)
 from lightning_osdp.simulation.contention import ContendedTimeline
 from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
@@ -133,19 +144,17 @@ def reserved_by(moments: Sequence[Moment]) -> float:
 
 def timeline_of(durations: Durations, cluster: Cluster, engine: FSDP2, *, keeps_intervals: bool = False) -> Timeline:
     """One that has no events yet, in which computing and collectives slow each other down as on this cluster."""
+    # without streams the host waits for an all-gather that is not asynchronous
+    begins_by_itself = not engine.asynchronous_unshard and cluster.has_streams
+    waits_for = {*cluster.waits_for, *(() if engine.asynchronous_unshard or cluster.has_streams else GATHERS)}
+    settings: dict[str, Any] = {
+        "asynchronous_unshard": not begins_by_itself,
+        "waits_for": waits_for,
+        "keeps_intervals": keeps_intervals,
+    }
     if cluster.overlaps and cluster.contention != Contention():
-        return ContendedTimeline(
-            durations,
-            cluster.contention,
-            asynchronous_unshard=engine.asynchronous_unshard,
-            keeps_intervals=keeps_intervals,
-        )
-    return Timeline(
-        durations,
-        overlaps=cluster.overlaps,
-        asynchronous_unshard=engine.asynchronous_unshard,
-        keeps_intervals=keeps_intervals,
-    )
+        return ContendedTimeline(durations, cluster.contention, **settings)
+    return Timeline(durations, overlaps=cluster.overlaps, **settings)
 
 
 def durations_of(step: Step, engine: FSDP2) -> Durations:

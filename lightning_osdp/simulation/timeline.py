@@ -11,7 +11,8 @@ overlaps computing, a gather begins as soon as the communicator is free and
 - computing waits for the gathers that it needs (AWAIT);
 - a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them;
 - computing waits for a reduce-scatter before it copies the gradients of the next unit that is reduced: torch holds one
-  input at most (``reduce_scatter_max_input_buffers``). An all-reduce between nodes is not waited for there.
+  input at most (``reduce_scatter_max_input_buffers``). An all-reduce between nodes is not waited for there;
+- the host may wait for some kinds of collectives (`Cluster.waits_for`), as a device without streams has it.
 
 References:
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``get_all_gather_streams``, ``wait_for_unshard``,
@@ -21,7 +22,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_osdp.engine import COLLECTIVES, Event
@@ -55,9 +56,16 @@ class Timeline:
     """Reads events in the order in which the host issues them; keeps intervals for a picture, where that is asked."""
 
     def __init__(
-        self, durations: Durations, *, overlaps: bool, asynchronous_unshard: bool, keeps_intervals: bool = False
+        self,
+        durations: Durations,
+        *,
+        overlaps: bool,
+        asynchronous_unshard: bool,
+        waits_for: Collection[str] = (),
+        keeps_intervals: bool = False,
     ) -> None:
         self.durations, self.overlaps, self.asynchronous_unshard = durations, overlaps, asynchronous_unshard
+        self.waits_for = waits_for
         self.compute_s = 0.0
         self.communicators_s = {each.link: 0.0 for each in COLLECTIVES.values()}
         self.keeps_intervals = keeps_intervals
@@ -185,7 +193,7 @@ class Timeline:
         link = COLLECTIVES[event.kind].link
         start_s = max(self.communicators_s[link], may_start_s)
         end_s = self.communicators_s[link] = start_s + self.durations.collectives_s[event.kind][event.of]
-        if not self.overlaps:
+        if not self.overlaps or event.kind in self.waits_for:
             self._wait_for_all()
         if self.keeps_intervals:
             self._keep(COMMUNICATION, event, micro_batch, start_s, end_s)

@@ -81,6 +81,10 @@ def test_forward_overlaps_by_prefetch_or_without_asynchronous_unsharding():
     assert chosen.alternatives(overlaps=False) == (FSDP2(backward_prefetch="none"),)
     given = FSDP2(forward_prefetch=AUTO, asynchronous_unshard=False)
     assert given.alternatives(overlaps=True) == (implicit,)
+    # without streams the host waits for what is synchronous
+    assert chosen.alternatives(overlaps=True, has_streams=False) == (explicit,)
+    blocking = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO, asynchronous_unshard=False)
+    assert blocking.alternatives(overlaps=True, has_streams=False) == blocking.alternatives(overlaps=False)
 
 
 def test_what_is_left_to_choose_does_not_run(model):

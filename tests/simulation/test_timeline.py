@@ -109,6 +109,28 @@ def test_computing_waits_for_one_reduce_scatter_before_it_copies_for_the_next(mo
     assert computed[-1] == pytest.approx({"DDD": 22, "ZZZ": 34}[modes])
 
 
+@pytest.mark.parametrize("contention", CONTENTIONS)
+def test_the_host_waits_for_some_kinds_while_others_run_beside_computing(chain, cluster, contention):
+    # AG0 1, AG1 2, F0 4, AG2 5, F1 7, F2 10, AG2 11, AG1 12, B2 17, RS2 18, AG0 19 beside B1 24, RS1 25, B0 31, RS0 32
+    of_cluster = {"contention": contention, "waits_for": ("reduce",)}
+    found = estimate(chain(), cluster, "ZZZ", overlaps=True, ring_s=1.0, of_cluster=of_cluster, **EXPLICIT)
+    assert found.time_s == pytest.approx(27 + 5)
+    # all gathers of forward and backward show, and the last reduce-scatter
+    of_cluster["waits_for"] = ("gather",)
+    found = estimate(chain(), cluster, "ZZZ", overlaps=True, ring_s=1.0, of_cluster=of_cluster, **EXPLICIT)
+    assert found.time_s >= 27 + 7
+
+
+@pytest.mark.parametrize("contention", CONTENTIONS)
+def test_without_streams_synchronous_all_gathers_are_waited_for(chain, cluster, contention):
+    of_cluster = {"contention": contention, "has_streams": False}
+    blocking = estimate(chain(), cluster, "ZZZ", overlaps=True, ring_s=1.0, of_cluster=of_cluster, **IMPLICIT)
+    of_cluster |= {"has_streams": True, "waits_for": ("gather",)}
+    expected = estimate(chain(), cluster, "ZZZ", overlaps=True, ring_s=1.0, of_cluster=of_cluster)
+    assert blocking.time_s == pytest.approx(expected.time_s)
+    assert blocking.time_s >= 27 + 7
+
+
 @pytest.mark.parametrize(
     ("settings", "starts"),
     [

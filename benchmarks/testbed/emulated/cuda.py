@@ -98,7 +98,7 @@ class FakeCuda:
                 stack.enter_context(patch.object(torch, name, _on_host(getattr(torch, name))))
             # a generator of random numbers of its own, it has none
             stack.enter_context(patch.object(torch.random, "fork_rng", lambda **_: nullcontext()))
-            clock = SimpleNamespace(perf_counter=lambda: self.host_s)
+            clock = SimpleNamespace(perf_counter=lambda: self.host_s, thread_time=lambda: self.host_s)
             stack.enter_context(patch.object(stopwatch, "time", clock))
             yield self
 

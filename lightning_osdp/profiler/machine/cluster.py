@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes, library_workspace_bytes
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_s, fastest_together_s, synchronize
 from lightning_osdp.profiler.machine.unit_overhead import measure_unit_overhead
+from lightning_osdp.reduce_scatter import is_by_gloo, scatter
 
 _SIZES_BYTES = tuple(4**exponent for exponent in range(7, 15))
 """Sizes of collectives by which a link is measured: 16 KiB to 256 MiB, as far as there is time."""
@@ -29,8 +31,8 @@ _MOST_CONTENTION = 0.9
 """Most that a run is lengthened by a shorter one beside it, over the seconds of the shorter; 1: nothing is hidden."""
 _NUM_BYTES = 4 * 1024**2
 """Size of the collectives by which overlap and copies are found."""
-_WIDTH = 2048
-"""Width of the matrices whose products run beside all-gathers."""
+_WIDTH, _WIDTH_ON_CPU = 2048, 256
+"""Width of the matrices whose products run beside collectives."""
 _COPIED_BYTES = 16 * 1024**2
 _REPEATS = 5
 
@@ -77,13 +79,16 @@ def measure_cluster(
 
 def _measure_ranks(device: torch.device, node_size: int | None, groups: ExitStack) -> Cluster:
     """Cluster of all ranks, without host copies and memory; process groups of nodes live as long as ``groups``."""
-    overlaps, contention = _measure_overlap(device)
+    all_gather, reduce_scatter = (_measure_link(device, each) for each in (_all_gather, _reduce_scatter))
+    overlaps, waits_for, contention = _measure_overlap(device, all_gather)
     cluster = Cluster(
         world_size=dist.get_world_size(),
-        all_gather=_measure_link(device, _all_gather),
-        reduce_scatter=_measure_link(device, _reduce_scatter),
+        all_gather=all_gather,
+        reduce_scatter=reduce_scatter,
         backend=dist.get_backend(),
         overlaps=overlaps,
+        waits_for=waits_for,
+        has_streams=device.type != "cpu",
         contention=contention,
         reduce_scatter_copies=_copies_in_reduce_scatter(device),
         node_size=node_size,
@@ -118,7 +123,16 @@ def _all_gather(whole: torch.Tensor, shard: torch.Tensor, group: _Group = None) 
 
 
 def _reduce_scatter(whole: torch.Tensor, shard: torch.Tensor, group: _Group = None) -> None:
-    dist.reduce_scatter_single(shard, whole, group=group)
+    """On gloo its communication alone: to add up is computing, and a part of a unit's overhead."""
+    if _is_by_gloo(whole, group):
+        scatter(torch.empty_like(whole), whole, group).wait()
+    else:
+        dist.reduce_scatter_single(shard, whole, group=group)
+
+
+def _is_by_gloo(tensor: torch.Tensor, group: _Group = None) -> bool:
+    group = group or dist.group.WORLD
+    return tensor.device.type == "cpu" and group is not None and is_by_gloo(group)
 
 
 def _all_reduce(whole: torch.Tensor, _: torch.Tensor, group: _Group = None) -> None:
@@ -225,31 +239,78 @@ def _copies_in_reduce_scatter(device: torch.device) -> bool:
     return bool(_over_ranks(beside >= whole.nbytes, dist.ReduceOp.MAX, device))
 
 
-def _measure_overlap(device: torch.device) -> tuple[bool, Contention]:
-    """Tells if computing goes on during an all-gather in another stream, and how they slow each other down.
+def _measure_overlap(device: torch.device, link: Link) -> tuple[bool, tuple[str, ...], Contention]:
+    """Tells if computing goes on during collectives, kinds that the host waits for, and how both are slowed down.
 
-    On CPU, which has no streams, the host waits for each collective: there is nothing to measure. Call it on all ranks.
+    On CUDA an all-gather runs in another stream. On CPU asynchronous all-gathers and reduce-scatters are tried apart;
+    the host waits for reductions of units that are sharded in the node. Call it on all ranks.
     """
-    if device.type == "cpu":
-        return False, Contention()
+    if device.type != "cpu":
+        beside = _beside_on_cuda(device)
+        overlaps = hidden_share(beside) >= 0.5
+        return overlaps, (), contention_of(beside) if overlaps else Contention()
+    whole, shard = _whole_and_shard(_overlapped_bytes(link), device)
+    gathers, reductions = (
+        _beside_on_cpu(partial(begin, whole, shard)) for begin in (_begin_all_gather, _begin_reduce_scatter)
+    )
+    tried = {"gather": gathers, "gather_in_node": gathers, "reduce": reductions}
+    hidden = {beside: hidden_share(beside) >= 0.5 for beside in (gathers, reductions)}
+    if not any(hidden.values()):
+        return False, (), Contention()
+    waits_for = [kind for kind, beside in tried.items() if not hidden[beside]]
+    contention = contention_of(gathers if hidden[gathers] else reductions)
+    return True, (*waits_for, "reduce_in_node", "scatter_in_node", "all_reduce"), contention
+
+
+def _overlapped_bytes(link: Link) -> int:
+    """Of a collective that takes about as long as computing that is tried beside it."""
+    fitting = (size for size in _SIZES_BYTES if link.ring_s(size, dist.get_world_size()) <= 4 * _LEAST_OVERLAP_S)
+    return int(max(fitting, default=_SIZES_BYTES[0]))
+
+
+def _begin_all_gather(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+    work: dist.Work = dist.all_gather_single(whole, shard, async_op=True)
+    return work
+
+
+def _begin_reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+    if _is_by_gloo(whole):
+        return scatter(torch.empty_like(whole), whole)
+    work: dist.Work = dist.reduce_scatter_single(shard, whole, async_op=True)
+    return work
+
+
+def _beside_on_cpu(begin: Callable[[], dist.Work]) -> Callable[[int, int], float]:
+    """Seconds of so many collectives beside so many matrix products, as `hidden_share` asks for."""
+    device = torch.device("cpu")
+    matrix = torch.randn(_WIDTH_ON_CPU, _WIDTH_ON_CPU, device=device)
+
+    def run(num_collectives: int, num_products: int) -> None:
+        works = [begin() for _ in range(num_collectives)]
+        for _ in range(num_products):
+            matrix @ matrix
+        for work in works:
+            work.wait()
+
+    return lambda *numbers: fastest_together_s(partial(run, *numbers), device, repeats=1)
+
+
+def _beside_on_cuda(device: torch.device) -> Callable[[int, int], float]:
+    """The same of all-gathers, in a stream of their own."""
     whole, shard = _whole_and_shard(_NUM_BYTES, device)
     matrix = torch.randn(_WIDTH, _WIDTH, device=device)
     computing, gathering = torch.cuda.current_stream(device), torch.cuda.Stream(device)
 
-    def measured(num_gathers: int, num_products: int) -> float:
-        def run() -> None:
-            gathering.wait_stream(computing)
-            with torch.cuda.stream(gathering):
-                for _ in range(num_gathers):
-                    _all_gather(whole, shard)
-            for _ in range(num_products):
-                matrix @ matrix
-            computing.wait_stream(gathering)
+    def run(num_gathers: int, num_products: int) -> None:
+        gathering.wait_stream(computing)
+        with torch.cuda.stream(gathering):
+            for _ in range(num_gathers):
+                _all_gather(whole, shard)
+        for _ in range(num_products):
+            matrix @ matrix
+        computing.wait_stream(gathering)
 
-        return fastest_together_s(run, device)
-
-    overlaps = hidden_share(measured) >= 0.5
-    return overlaps, contention_of(measured) if overlaps else Contention()
+    return lambda *numbers: fastest_together_s(partial(run, *numbers), device)
 
 
 def hidden_share(measured: Callable[[int, int], float]) -> float:

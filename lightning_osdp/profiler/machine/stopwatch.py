@@ -67,16 +67,25 @@ def fastest_s(
     return best
 
 
-def fastest_together_s(run: Callable[[], object], device: torch.device) -> float:
+def fastest_together_s(
+    run: Callable[[], object], device: torch.device, *, repeats: int = REPEATS_TOGETHER, is_busy_only: bool = False
+) -> float:
     """Seconds of the fastest of a few runs, after one to warm up, each as long as on its slowest rank.
 
     Ranks begin each run together. On CUDA the seconds are the device's, see `_run_s`. All ranks of the default process
     group must call this function, and get the same number.
+
+    Args:
+        run: is timed.
+        device: where it computes.
+        repeats: runs that are timed.
+        is_busy_only: counts the seconds for which this thread has a core, not those for which it waits; on CPU.
     """
     runs_s, issued_s = list[float](), 0.0
-    for _ in range(REPEATS_TOGETHER + 1):
+    for _ in range(repeats + 1):
+        busy_s = time.thread_time()
         run_s, issued_s = _run_s(run, device, behind_s=issued_s, is_together=True)
-        runs_s.append(run_s)
+        runs_s.append(time.thread_time() - busy_s if is_busy_only else run_s)
     slowest_s = torch.tensor(runs_s[1:], dtype=torch.float64, device=device)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
     return float(slowest_s.min().item())

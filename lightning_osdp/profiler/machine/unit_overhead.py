@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
+from lightning_osdp.reduce_scatter import is_by_gloo, reduce_scatter
 
 _SMALL, _MEDIUM, _LARGE = 64, 512, 1024
 """Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""
@@ -35,6 +37,9 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str
     its collectives, is the overhead. Forward alone tells an all-gather from the rest. Units have one parameter of 16
     KiB, six of 16 KiB, or one of 4 MiB; the last has 1 MiB where collectives of 4 MiB take too long. Call it on all
     ranks; all get the values of the slowest.
+
+    On CPU, where collectives run beside computing, a step does not wait for peers each time, as these chains do. The
+    overhead is then the seconds for which the thread has a core, times what computing of all ranks takes over its own.
     """
     kinds = (_SMALL, _ONE), (_large_width(cluster), _ONE), (_SMALL, _SEVERAL)
     measured = [(_num_bytes(*kind), _measured_s(*kind, cluster, device)) for kind in kinds]
@@ -105,30 +110,35 @@ def _large_width(cluster: Cluster) -> int:
 def _measured_s(width: int, num_tensors: int, cluster: Cluster, device: torch.device) -> dict[str, float]:
     """Seconds of each of `UNIT_PARTS` for a unit of so many square parameters."""
     num_bytes = _num_bytes(width, num_tensors)
-    gather_s = cluster.all_gather.ring_s(num_bytes, cluster.world_size)
-    reduce_s = cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
+    is_hidden = cluster.overlaps and device.type == "cpu"
+    gather_s = 0.0 if is_hidden else cluster.all_gather.ring_s(num_bytes, cluster.world_size)
+    reduce_s = 0.0 if is_hidden else cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
     make = partial(_unit, width, num_tensors, device)
-    few, many = (_chain_s(make, num_units, device) for num_units in (_FEW, _MANY))
+    few, many = (_chain_s(make, num_units, device, is_hidden=is_hidden) for num_units in (_FEW, _MANY))
     gathered, dp, held = ((many[name] - few[name]) / (_MANY - _FEW) for name in ("gathered", "dp", "held"))
     return parts_s(gathered - gather_s, dp - gather_s - reduce_s, held)
 
 
-def _chain_s(make: Callable[[], nn.Module], num_units: int, device: torch.device) -> dict[str, float]:
+def _chain_s(
+    make: Callable[[], nn.Module], num_units: int, device: torch.device, *, is_hidden: bool = False
+) -> dict[str, float]:
     """Seconds that sharding a chain of units adds to forward, to a step, and to a step without collectives."""
+    timed = partial(fastest_together_s, device=device, is_busy_only=is_hidden)
     plain = nn.Sequential(*(make() for _ in range(num_units)))
     batch = torch.ones(1, next(plain.parameters()).shape[1], device=device)
-    forward_s = fastest_together_s(partial(_forward, plain, batch), device)
-    step_s = fastest_together_s(partial(_step, plain, batch), device)
+    forward_s, step_s = timed(partial(_forward, plain, batch)), timed(partial(_step, plain, batch))
+    slowdown = max(1.0, fastest_together_s(partial(_step, plain, batch), device) / step_s) if is_hidden else 1.0
     zdp = _sharded([make() for _ in range(num_units)], device, keeps=False)
-    gathered_s = fastest_together_s(partial(_forward, zdp, batch), device)
+    gathered_s = timed(partial(_forward, zdp, batch))
     dp = _sharded([make() for _ in range(num_units)], device, keeps=True)
-    dp_s = fastest_together_s(partial(_step, dp, batch), device)
+    dp_s = timed(partial(_step, dp, batch))
     for unit in dp.modules():  # no collectives from here on: parameters stay gathered, and gradients add up
         if isinstance(unit, FSDPModule):
             unit.set_requires_gradient_sync(False, recurse=False)
             unit.set_reshard_after_backward(False, recurse=False)
-    held_s = fastest_together_s(partial(_step, dp, batch, accumulates=True), device)
-    return {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
+    held_s = timed(partial(_step, dp, batch, accumulates=True))
+    added = {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
+    return {name: slowdown * seconds for name, seconds in added.items()}
 
 
 def _unit(width: int, num_tensors: int, device: torch.device) -> nn.Module:
@@ -141,7 +151,24 @@ def _sharded(units: list[nn.Module], device: torch.device, *, keeps: bool) -> nn
         fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps)
     chain = nn.Sequential(*units)
     fully_shard(chain, mesh=mesh)
+    if device.type == "cpu" and is_by_gloo(mesh.get_group()):
+        scatter: Any = _ReduceScatter()
+        for unit in units:
+            fsdp: Any = unit
+            fsdp.set_custom_reduce_scatter(scatter)
     return chain
+
+
+class _ReduceScatter:
+    """That of `lightning_osdp.reduce_scatter`, with the methods of torch's ``ReduceScatter``."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of its input or output."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """Returns when it is done."""
+        reduce_scatter(output_tensor, input_tensor, op=op, group=group)
 
 
 @torch.no_grad()

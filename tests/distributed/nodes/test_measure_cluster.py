@@ -41,6 +41,9 @@ def test_all_ranks_see_the_same_cluster_and_its_links_take_time(ranks, available
     assert first.world_size == world_size
     assert first.backend == "gloo"
     assert first.memory_bytes == 2000
+    assert not first.has_streams
+    assert first.overlaps == bool(first.waits_for)  # by units that are sharded in nodes in any case
+    assert first.contention.computing >= 1
     for link in (first.all_gather, first.reduce_scatter):
         assert link.latency_s >= 0
         assert link.seconds_per_byte > 0

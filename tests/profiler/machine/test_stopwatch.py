@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.testbed.emulated.cuda import FakeCuda
 from benchmarks.testbed.groups import fake_group
-from lightning_osdp.core.cluster import Contention
+from lightning_osdp.core.cluster import Contention, Link
 from lightning_osdp.profiler import default_memory_limit_bytes
 from lightning_osdp.profiler.machine import cluster, stopwatch
 from lightning_osdp.profiler.machine.stopwatch import fastest_s, fastest_together_s
@@ -18,6 +18,7 @@ from lightning_osdp.profiler.step_time import time_step
 from lightning_osdp.profiler.tracing.calls import recorded_calls
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+LINK = Link(latency_s=1e-4, seconds_per_byte=1e-9)
 
 
 @pytest.fixture
@@ -53,6 +54,14 @@ def test_a_call_that_waits_for_the_device_is_timed_whole(gpu):
         gpu.launch(1e-3)
 
     assert fastest_s(call, CUDA, repeats=5) == pytest.approx(2e-3 + 5e-6)
+
+
+def test_a_thread_that_waits_is_not_busy(monkeypatch):
+    busy_s = iter(0.25 * number for number in range(100))
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(thread_time=lambda: next(busy_s), perf_counter=lambda: 0.0))
+    with fake_group(2):
+        assert fastest_together_s(lambda: None, CPU, repeats=2, is_busy_only=True) == 0.25
+    assert next(busy_s) == 0.25 * 2 * 3  # one run to warm up, and two
 
 
 def test_ranks_take_what_the_device_takes_together(gpu, monkeypatch):
@@ -96,8 +105,49 @@ def test_overlap_is_told_by_the_device(gpu, monkeypatch, is_hidden):
     monkeypatch.setattr(cluster, "_all_gather", lambda *_: sides.update(gather=sides["gather"] + 70e-6))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(wait_stream=settle))
     with fake_group(2):
-        assert cluster._measure_overlap(CUDA) == (is_hidden, Contention())
-        assert cluster._measure_overlap(CPU) == (False, Contention())
+        assert cluster._measure_overlap(CUDA, LINK) == (is_hidden, (), Contention())
+
+
+IN_NODES = ("reduce_in_node", "scatter_in_node", "all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("gathers", "reductions", "expected"),
+    [
+        (True, True, (True, IN_NODES)),
+        (True, False, (True, ("reduce", *IN_NODES))),
+        (False, True, (True, ("gather", "gather_in_node", *IN_NODES))),
+        (False, False, (False, ())),
+    ],
+)
+def test_all_gathers_and_reduce_scatters_are_tried_apart_on_cpu(monkeypatch, gathers, reductions, expected):
+    clock = SimpleNamespace(now_s=0.0, busy_s=0.0)
+
+    class Matrix:
+        def __matmul__(self, other):
+            clock.now_s += 200e-6
+
+    def begin(is_hidden):
+        # collectives follow each other beside computing, or in the time of the host
+        begins_s = max(clock.now_s, clock.busy_s)
+        clock.busy_s = begins_s + 70e-6
+        if not is_hidden:
+            clock.now_s = clock.busy_s
+        return SimpleNamespace(wait=lambda: setattr(clock, "now_s", max(clock.now_s, clock.busy_s)))
+
+    def timed(run, device, *, repeats):
+        start_s = clock.busy_s = clock.now_s
+        run()
+        return clock.now_s - start_s
+
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: Matrix())
+    monkeypatch.setattr(cluster, "_begin_all_gather", lambda *_: begin(gathers))
+    monkeypatch.setattr(cluster, "_begin_reduce_scatter", lambda *_: begin(reductions))
+    monkeypatch.setattr(cluster, "fastest_together_s", timed)
+    with fake_group(2):
+        overlaps, waits_for, contention = cluster._measure_overlap(CPU, LINK)
+    assert (overlaps, waits_for) == expected
+    assert (contention.computing, contention.collectives) == pytest.approx((1.0, 1.0), abs=0.05)
 
 
 def test_replays_and_segments_are_timed_on_the_device(gpu):
