@@ -22,18 +22,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.measures.accuracy import fits, gloo, memory, planning, step_time
 from benchmarks.measures.section import PICTURES, RESULTS, Results, measured
 
-Name = Literal["memory", "gloo", "fits", "planning", "time"]
+Name = Literal["memory", "gloo", "fits", "planning", "time", "overlap"]
 SECTIONS = {
     "memory": memory.section,
     "gloo": gloo.section,
     "fits": fits.section,
     "planning": planning.section,
     "time": step_time.section,
+    "overlap": step_time.overlap_section,
 }
 
 
 def main(
-    sections: list[Name] = ["memory", "gloo", "fits", "planning", "time"],  # noqa: B006 -- a list shows its default
+    sections: list[Name] = [*SECTIONS],  # type: ignore[list-item]  # noqa: B006 -- a list shows its default
     output: Path = RESULTS / "accuracy.json",
     pictures: Path | None = PICTURES,
     num_cases: int = 20,

@@ -126,8 +126,9 @@ def wide_console() -> Console:
 
 
 def _given(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is None: a file may be older than such a field."""
-    return {name: value for name, value in case.items() if value is not None}
+    """Without what is None or false: a file may be older than such a field."""
+    given = {name: value for name, value in case.items() if value is not None and value is not False}
+    return {name: _given(value) if isinstance(value, Mapping) else value for name, value in given.items()}
 
 
 def _as_text(sections: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations, count
 from statistics import median
 from typing import Any
@@ -38,7 +38,6 @@ NUM_MIXES, NUM_ROUNDS = 2, 6
 QUIET = 0.03
 """How far predictions from what was profiled before and after the steps may differ: where they differ by more, other
 programs or other machines on the same host have changed what this one can do, and the case is measured again."""
-_MOST_TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +49,11 @@ class Case:
     num_ranks: int = NUM_RANKS
     num_mixes: int = NUM_MIXES
     num_rounds: int = NUM_ROUNDS
+    micro_batch_size: int = MICRO_BATCH
+    num_micro_batches: int = 1
+    is_ahead: bool = False
+    """Whether units are gathered ahead."""
+    most_tries: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +89,41 @@ def section(num_cases: int) -> Section:
     )
 
 
+def overlap_section(num_cases: int) -> Section:
+    """Steps whose collectives run beside computing, of the headline's models: those that tell most come first."""
+    del num_cases
+    links = [
+        ("24 x 128", 200.0, 4, 1),
+        ("2 x 768", 1000.0, 4, 1),
+        ("24 x 128", 200.0, 2, 1),
+        ("24 x 128", 1000.0, 4, 1),
+        ("128 to 512", 200.0, 4, 1),
+        ("2 x 768", 200.0, 4, 1),
+        ("24 x 128", 200.0, 4, 4),
+        ("128 to 512", 1000.0, 4, 1),
+        ("24 x 128", None, 4, 1),
+        ("2 x 768", None, 4, 1),
+    ]
+    cases = [
+        Case(
+            family=family,
+            rate_mbit=rate,
+            num_ranks=ranks,
+            num_mixes=1,
+            num_rounds=4,
+            micro_batch_size=4,
+            num_micro_batches=number,
+            is_ahead=True,
+            most_tries=1,
+        )
+        for family, rate, ranks, number in links
+    ]
+    return replace(section(1), name="overlap", cases=[] if why_unavailable() else cases)
+
+
 def measure(case: Case) -> dict[str, Any]:
     """All-ZDP, all-DP and random mixes on ranks of one machine, interleaved, one thread each."""
-    arguments = {"family": case.family, "num_mixes": case.num_mixes, "num_rounds": case.num_rounds}
+    arguments = {name: value for name, value in asdict(case).items() if name not in ("rate_mbit", "num_ranks")}
     with Hosts(case.num_ranks, rate_mbit=case.rate_mbit) as hosts:
         found: list[dict[str, Any]] = hosts.run(
             "benchmarks.measures.accuracy.step_time:on_one_rank", arguments, timeout_s=1800
@@ -97,18 +133,22 @@ def measure(case: Case) -> dict[str, Any]:
 
 def table(rows: Sequence[Row]) -> Table:
     """One line per family and rate."""
-    title = f"Step time on {NUM_RANKS} ranks, predicted against the fastest measured"
-    drawn = Table("links", "family", title=title)
-    columns = ("ZDP predicted", "ZDP measured", "DP predicted", "DP measured", "median error", "worst", "tau", "drift")
+    drawn = Table("links", "ranks", "family", "b x K", title="Step time, predicted against the fastest measured")
+    names = ("ZDP", "DP", "mixed")
+    columns = [f"{name} {what}" for name in names for what in ("predicted", "measured")]
+    columns += ["median error", "worst", "tau", "drift"]
     for column in columns:
         drawn.add_column(column, justify="right")
     for row in rows:
         plans = _timed(row)
         errors = sorted(abs(plan.error) for plan in plans)
+        case = row["case"]
         drawn.add_row(
             rate_of(row),
-            row["case"]["family"],
-            *(f"{seconds:.3f} s" for plan in plans[:2] for seconds in (plan.predicted_s, plan.measured_s)),
+            str(case.get("num_ranks", NUM_RANKS)),
+            case["family"],
+            f"{case.get('micro_batch_size', MICRO_BATCH)} x {case.get('num_micro_batches', 1)}",
+            *(f"{seconds:.3f} s" for plan in plans[: len(names)] for seconds in (plan.predicted_s, plan.measured_s)),
             f"{median(errors):.1%}",
             f"{max(plans, key=lambda plan: abs(plan.error)).error:+.1%}",
             f"{kendall_tau(plans):.2f}",
@@ -140,27 +180,46 @@ def _timed(row: Row) -> list[Timed]:
     return [Timed(**plan) for plan in row["plans"]]
 
 
-def on_one_rank(*, family: str, num_mixes: int, num_rounds: int) -> dict[str, Any]:
+def on_one_rank(
+    *,
+    family: str,
+    num_mixes: int,
+    num_rounds: int,
+    micro_batch_size: int,
+    num_micro_batches: int,
+    is_ahead: bool,
+    most_tries: int,
+) -> dict[str, Any]:
     """What every rank runs: profiles, measures the links, predicts, takes the steps, and profiles once more.
+
+    Arguments are fields of a `Case`.
 
     Returns:
         Fields of a `Timed` for each plan, and how far the two predictions differ at most.
     """
     for tries in count(1):
-        profile, cluster = _seen(family)
-        plans = _plans(build(family), profile, num_mixes)
+        profile, cluster = _seen(family, micro_batch_size)
+        plans = _plans(
+            build(family),
+            profile,
+            num_mixes,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            forward_prefetch=is_ahead,
+            backward_prefetch="pre" if is_ahead else "none",
+        )
         timed = compared_s(lambda: build(family), plans, profile, cluster, num_rounds=num_rounds)
-        again = _seen(family)
+        again = _seen(family, micro_batch_size)
         later_s = [predicted_s(plan, *again) for plan in plans.values()]
         drift = max(abs(later / each.predicted_s - 1) for later, each in zip(later_s, timed, strict=True))
-        if drift <= QUIET or tries == _MOST_TRIES:
+        if drift <= QUIET or tries == most_tries:
             return {"plans": [asdict(each) for each in timed], "drift": drift}
     raise AssertionError
 
 
-def _seen(family: str) -> tuple[ModelProfile, Cluster]:
+def _seen(family: str, micro_batch_size: int) -> tuple[ModelProfile, Cluster]:
     cluster = measure_cluster(torch.device("cpu"))
-    return profile_model(build(family), build(family).batch(MICRO_BATCH), together=in_step), cluster
+    return profile_model(build(family), build(family).batch(micro_batch_size), together=in_step), cluster
 
 
 def compared_s(
@@ -184,7 +243,7 @@ def predicted_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
     return float(seconds)
 
 
-def _plans(module: Family, profile: ModelProfile, num_mixes: int) -> dict[str, Plan]:
+def _plans(module: Family, profile: ModelProfile, num_mixes: int, **fields: Any) -> dict[str, Plan]:
     draw = random.Random(0)
     names = [unit.name for unit in partition(profile) if not unit.is_root]
     modes = ["Z" * len(names), "D" * len(names)]
@@ -194,8 +253,7 @@ def _plans(module: Family, profile: ModelProfile, num_mixes: int) -> dict[str, P
             module,
             {name: {"Z": "ZDP", "D": "DP"}[letter] for name, letter in zip(names, letters, strict=True)},
             world_size=dist.get_world_size(),
-            micro_batch_size=MICRO_BATCH,
-            backward_prefetch="none",
+            **fields,
         )
         for letters in modes
     }

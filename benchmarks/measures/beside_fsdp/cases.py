@@ -75,6 +75,8 @@ class Contest:
 BASE = Way(sharding="FULL_SHARD", is_fully_shard=True)
 """Way to train whose peak limits refer to."""
 KEPT = Way(sharding="SHARD_GRAD_OP", is_fully_shard=True)
+AHEAD = tuple(replace(way, is_ahead=True) for way in (BASE, KEPT))
+"""As users get them who tell each unit which one to gather ahead."""
 CHECKPOINTING = Way(sharding="FULL_SHARD", is_fully_shard=True, recomputes=True)
 FULL_SHARD, SHARD_GRAD_OP = Way(sharding="FULL_SHARD"), Way(sharding="SHARD_GRAD_OP")
 HYBRID, HYBRID_ZERO2, HPZ = Way(sharding="HYBRID_SHARD"), Way(sharding="HYBRID_SHARD_ZERO2"), Way(sharding="hpZ")
@@ -103,7 +105,9 @@ _HEADLINE = Contest(
         FULL_SHARD,
         DDP,
         KEPT,
+        *AHEAD,
         replace(KEPT, recomputes=True),
+        *(replace(way, recomputes=True) for way in AHEAD),
         SHARD_GRAD_OP,
         replace(FULL_SHARD, by_operator=True),
         replace(SHARD_GRAD_OP, by_operator=True),
@@ -145,7 +149,7 @@ _NODES = Contest(
 _ACCUMULATION = Contest(
     models=("6 x 512",),
     limits=(1.0, 1.15, None),
-    rivals=(BASE, KEPT, FULL_SHARD, SHARD_GRAD_OP),
+    rivals=(BASE, KEPT, *AHEAD, FULL_SHARD, SHARD_GRAD_OP),
     micro_batch_size=2,
     num_micro_batches=4,
     spaces={"OSDP": {"activations": ["keep"]}},

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from typing_extensions import override
 
 from benchmarks.families import Family
+from benchmarks.testbed.by_hand import gather_ahead, scatter_in_flight
 from benchmarks.testbed.plans import plan_of
 from examples.mingpt.model import Block
 from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, NAMED_MODES, RESIDENT, ZDP, Treatment
@@ -40,6 +41,8 @@ class Way:
     """Whether every Linear is a unit, as the paper's baseline has it, or every block."""
     inside: str | None = None
     """Of a plan by hand, the part of a name that all operators have in these modes; others are whole and ZDP."""
+    is_ahead: bool = False
+    """Whether ``fully_shard`` gathers the next unit ahead, forward and backward, asynchronously."""
     recomputes: bool = False
     """Whether blocks are checkpointed. Lightning does so inside of the units that are blocks, which is torch's best
     order, and around the units that are inside of blocks, which is the paper's."""
@@ -52,6 +55,7 @@ class Way:
             sharding = " + ".join(f"{number} {mode}" for mode, number in Counter(sharding.split()).items())
         sharding = f"{sharding} of {self.inside}" if self.inside else sharding
         parts = [sharding, *["a unit for each Linear"] * self.by_operator, *["checkpointing"] * self.recomputes]
+        parts += ["prefetch"] * self.is_ahead
         return ", ".join(parts)
 
     @property
@@ -110,7 +114,9 @@ class Way:
             micro_batch_size=micro_batch_size,
             num_micro_batches=num_micro_batches,
             node_size=node_size,
-            asynchronous_unshard=False,
+            backward_prefetch="pre" if self.is_ahead else "none",
+            forward_prefetch=self.is_ahead,
+            asynchronous_unshard=self.is_ahead,
         )
         blocks = [name for name, child in module.named_modules() if isinstance(child, Block) and self.recomputes]
         sync = "last" if num_micro_batches > 1 and not self.is_fully_shard else "every"
@@ -133,14 +139,18 @@ class Way:
         return HPZ if self.sharding == HPZ.name else _SHARDINGS.get(self.sharding, DP)
 
     def _fully_shard(self, module: Family, mesh: DeviceMesh) -> None:
-        """Once, in ``configure_model``; checkpointing is inside of the units."""
+        """Once, in ``configure_model``; checkpointing is inside of the units. On gloo they reduce as OSDP's do."""
         if isinstance(module, FSDPModule):
             return
         if self.recomputes:
             apply_activation_checkpointing(module, check_fn=lambda child: isinstance(child, Block))
-        for child in [child for child in module.modules() if isinstance(child, self._kind)]:
+        units = [child for child in module.modules() if isinstance(child, self._kind)]
+        for child in units:
             fully_shard(child, mesh=mesh, reshard_after_forward=not effects_of(self._mode).is_kept)
         fully_shard(module, mesh=mesh)
+        if self.is_ahead:
+            gather_ahead(module, units)
+        scatter_in_flight(module)
         register_fsdp_forward_method(module, "training_step")
 
 
