@@ -40,6 +40,7 @@ def estimate(
     precision: str = "bf16-mixed",
     optimizer: str | None = None,
     optimizer_settings: str = "{}",
+    lora: str | None = None,
     strategy: str | None = None,
     activations: str = "keep,recompute",
     memory: str | None = None,
@@ -67,6 +68,8 @@ def estimate(
         optimizer: import path of an optimizer of all parameters, as in torch.optim.SGD; or bytes of its state for an
             element, such as 2 for an 8-bit Adam; by default the LightningModule's own, or AdamW.
         optimizer_settings: its arguments, as JSON.
+        lora: arguments of peft's LoraConfig, as JSON, such as {"r": 16, "target_modules": ["q_proj", "v_proj"]}: its
+            adapters are trained, and all else is frozen.
         strategy: OSDP, FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or HYBRID_SHARD_ZERO2, several between commas; by
             default all of them.
         activations: what blocks may do with what they save for backward, keep, recompute, offload or recompute_offload,
@@ -103,6 +106,7 @@ def estimate(
             data=data,
             task=task,
             optimizers=None if optimizer is None else optimizers_by_name(optimizer, optimizer_entries),
+            lora=None if lora is None else _entries(lora, "lora"),
         )
         profiles: dict[str, ModelProfile] = {}  # machines of equal devices share a profile
         estimates = []

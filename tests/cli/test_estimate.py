@@ -284,6 +284,30 @@ def test_a_configuration_of_transformers_is_a_model_without_weights(towers, answ
     assert "towers:batch" in err
 
 
+def test_adapters_of_peft_alone_are_trained_and_the_rest_is_resident(towers, answer, run):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    small = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 1000}  # fmt: skip
+    arguments = ("--settings", json.dumps(small), "--machine", "2 l4", "--sequence", "16", "--batch", "4")
+    lora = ("--lora", json.dumps({"r": 4, "target_modules": ["q_proj", "v_proj"]}))
+    whole, adapted = answer("estimate", "LlamaConfig", *arguments), answer("estimate", "LlamaConfig", *arguments, *lora)
+    # of each layer two adapters, from 256 features to 4 and on to 256, and to 128 for the keys' two heads
+    added = 2 * (256 * 4 + 4 * 256 + 256 * 4 + 4 * 128)
+    assert adapted["model"]["num_parameters"] - whole["model"]["num_parameters"] == added
+    modes = {mode for unit in adapted["plan"]["decisions"] for mode in unit["modes"]}
+    assert "resident" in modes
+    assert "resident" not in {mode for unit in whole["plan"]["decisions"] for mode in unit["modes"]}
+    assert adapted["plan"]["peak_parts"]["optimizer state"] == 2 * 4 * added / 2
+    tower = answer(
+        "estimate", *ARGUMENTS[1:], *BY_HAND, "--lora", '{"r": 4, "target_modules": "blocks[.][0-9]+[.][02]"}'
+    )
+    assert tower["model"]["num_parameters"] > answer("estimate", *ARGUMENTS[1:], *BY_HAND)["model"]["num_parameters"]
+    for wrong, told in (('{"rank": 4}', "rank"), ('{"target_modules": ["q"]}', "q"), ("4", "lora")):
+        code, _, err = run("estimate", "LlamaConfig", *arguments, "--lora", wrong)
+        assert (code, told in err) == (2, True), err
+
+
 SMALL = {
     "BertConfig": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
     "T5Config": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},

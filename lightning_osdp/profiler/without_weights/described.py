@@ -17,6 +17,7 @@ from lightning_osdp.profiler.without_weights.configurations import from_configur
 from lightning_osdp.profiler.without_weights.imported import SETTINGS_ADVICE, built, imported
 from lightning_osdp.profiler.without_weights.model import NUM_SAMPLES, DescribedModel
 
+_LORA = 'Give as lora what peft.LoraConfig takes, as in {"r": 16, "target_modules": ["q_proj", "v_proj"]}.'
 _DATA = "Give as data a function that takes a number of samples and returns a batch of them."
 
 
@@ -28,6 +29,7 @@ def described(
     data: str | None = None,
     task: str | None = None,
     optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None = None,
+    lora: Mapping[str, Any] | None = None,
 ) -> DescribedModel:
     """Model from its description, without memory for its weights.
 
@@ -41,9 +43,10 @@ def described(
         task: task of the configuration's model, as in ``transformers.AutoModelFor...``; None: that of the
             configuration's architectures, or its first one.
         optimizers: takes the module and returns its optimizers; None: the LightningModule's own, or AdamW.
+        lora: arguments of peft's ``LoraConfig``, whose adapters alone are then trained; None: the model as it is.
 
     Raises:
-        ConfigurationError: there is no such model, data or task, or building one fails.
+        ConfigurationError: there is no such model, data or task, peft is not there, or building something fails.
     """
     if ":" in model:
         for option, value in (("sequence", sequence_length), ("task", task)):
@@ -57,7 +60,20 @@ def described(
             f"Expected data with a LightningModule, got {data!r} with the configuration {model!r}. Leave data out: its"
             " batches are made."
         )
+    if lora is not None:
+        _add_adapters(described_model.module, lora)
     return described_model if optimizers is None else replace(described_model, optimizers=optimizers)
+
+
+def _add_adapters(module: nn.Module, lora: Mapping[str, Any]) -> None:
+    """Adds peft's LoRA adapters to a module in place, and freezes all else."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigurationError("Expected peft for lora, but it is not installed: pip install peft.") from error
+    config = built("LoraConfig of lora", _LORA, LoraConfig, **lora)
+    with torch.device("meta"):
+        built(f"adapters of {type(module).__name__}", _LORA, inject_adapter_in_model, config, module)
 
 
 def _lightning_module(model: str, settings: Mapping[str, Any], data: str | None) -> DescribedModel:
