@@ -19,7 +19,7 @@ from benchmarks.families import Family
 from benchmarks.testbed.by_hand import gather_ahead, scatter_in_flight
 from benchmarks.testbed.plans import plan_of
 from examples.mingpt.model import Block
-from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, NAMED_MODES, RESIDENT, ZDP, Treatment
+from lightning_osdp.core.axes import ANYTHING, DP, HDP, HPZ, HSDP, NAMED_MODES, RESIDENT, ZDP, Treatment
 from lightning_osdp.core.plans import plan as plans
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.engine import effects_of
@@ -122,7 +122,10 @@ class Way:
         sync = "last" if num_micro_batches > 1 and not self.is_fully_shard else "every"
         return replace(
             plan,
-            units=tuple(unit.treated(reduce=sync) for unit in plan.units),
+            units=tuple(
+                replace(unit, treatments=tuple(each.but(reduce=sync).within(ANYTHING) for each in unit.treatments))
+                for unit in plan.units
+            ),
             blocks=tuple(plans.Block(name=name, treatment=Treatment(saves="recompute")) for name in blocks),
         )
 
