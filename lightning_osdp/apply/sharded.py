@@ -99,6 +99,7 @@ class ShardedModel:
         for unit in self.units:
             sharding.copy_replicas(unit.handle)
             change(unit, self._meshes, None)
+            gathering.set_read(unit.handle, is_read=self._is_read(unit))
         for child in module.modules():
             if isinstance(child, FSDPModule):
                 child.set_reduce_scatter_unused_params(True, recurse=False)
@@ -115,6 +116,7 @@ class ShardedModel:
             self._groups,
             lambda values: self._agreement.largest(values),  # noqa: PLW0108 (it is not there yet)
         )
+        gathering.gather_where_read(self._groups)
         gathering.gather_for_training(self._groups)
         self._writes = unsharded.GatheredWrites(self._groups)
         for group in self._groups:
@@ -282,10 +284,14 @@ class ShardedModel:
         self._forwards.choose(plan.blocks, units=[unit.name for unit in self.units])
         self.plan, before = plan, self.units
         treatments = dict(each for unit in plan.units for each in _treatments(unit))
-        self.units = tuple(dataclasses.replace(unit, treatment=treatments[unit.name]) for unit in before)
+        read = {name: unit.is_read for unit in plan.units for name, _ in _treatments(unit)}
+        self.units = tuple(
+            dataclasses.replace(unit, treatment=treatments[unit.name], is_read=read[unit.name]) for unit in before
+        )
         self._meshes.add_nodes(plan)
         for unit, was in zip(self.units, before, strict=True):
             change(unit, self._meshes, was.treatment)
+            gathering.set_read(unit.handle, is_read=self._is_read(unit))
         gathering.set_asynchronous(self.module, is_asynchronous=plan.asynchronous_unshard)
         self._set_prefetch()
 
@@ -313,6 +319,11 @@ class ShardedModel:
             f"Expected a plan to change between two optimizer steps, but rank {dist.get_rank()} {where}. Change it"
             " after the optimizer's step, when nothing holds on to outputs that no backward is called for."
         )
+
+    def _is_read(self, unit: ShardedUnit) -> bool:
+        """Tells whether backward reads a unit: where its own module runs again, it does so whatever was profiled."""
+        blocks = () if self.plan is None else self.plan.blocks
+        return unit.is_read or any(block.name == unit.name for block in blocks)
 
     def _set_prefetch(self) -> None:
         set_prefetch(self.units, DEFAULT if self.plan is None else engine_of(self.plan))
@@ -479,7 +490,8 @@ def _planned_units(module: nn.Module, plan: Plan, initialize: Callable[[nn.Modul
         else:
             parts = [(each,) for each in slices_of(modules[unit.name], unit.num_slices, initialize)]
         yield from (
-            ShardedUnit(name, part, treatment) for (name, treatment), part in zip(_treatments(unit), parts, strict=True)
+            ShardedUnit(name, part, treatment, unit.is_read)
+            for (name, treatment), part in zip(_treatments(unit), parts, strict=True)
         )
 
 

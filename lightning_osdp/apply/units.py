@@ -127,6 +127,8 @@ class ShardedUnit:
     modules: tuple[nn.Module, ...]
     """Modules in forward order."""
     treatment: Treatment = DP
+    is_read: bool = True
+    """Whether backward reads its parameters; where it does not, it gathers none."""
 
     @property
     def handle(self) -> Any:
@@ -247,9 +249,11 @@ def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2) -> None:
     trained = is_trained.index(True) if True in is_trained else len(order)
     for place, unit in enumerate([*order, root]):
         ahead = unit  # a list with the unit itself keeps torch from choosing another
-        if engine.backward_prefetch == "pre" and place > trained and order[place - 1].name not in engine.late_backward:
-            ahead = order[place - 1]
-        unit.handle.set_modules_to_backward_prefetch([ahead.handle])
+        if engine.backward_prefetch == "pre" and place > trained:
+            before = order[place - 1]
+            ahead = before if before.is_read and before.name not in engine.late_backward else unit
+        # a unit that backward does not read must not be gathered by its own list
+        unit.handle.set_modules_to_backward_prefetch([ahead.handle] if unit.is_read or ahead is not unit else [])
     # The root gathers nothing ahead: a step may write to weights before it calls a module.
     inner = [unit for unit in units if unit.name]
     for unit, following in zip(inner, [*inner[1:], None], strict=False):

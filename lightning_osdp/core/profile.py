@@ -107,6 +107,9 @@ class OperatorProfile:
     """Unsharded gradients as backward produces them: of trainable parameters, in the dtype of computing."""
     optimizer_bytes: int
     """State that the user's optimizer keeps for the trainable parameters."""
+    is_read: bool = True
+    """Whether backward reads the parameters: not where nothing saves them, as of an embedding, or of a Linear whose
+    input needs no gradient."""
     parameters: tuple[ParameterProfile, ...] = ()
     """Parameters that make up the bytes. Without them paddings and the bytes of a single rank are not known."""
     dtype: str = "float32"

@@ -130,6 +130,7 @@ def _slices(operator: OperatorProfile, num_slices: int) -> Iterator[OperatorProf
             gradient_bytes=sum(parameter.num_elements * parameter.gathered_itemsize for parameter in trainable),
             optimizer_bytes=round(operator.optimizer_bytes * num_trainable / max(1, elements)),
             stands_alone=True,
+            is_read=True,
             cut=None,
         )
 

@@ -27,6 +27,8 @@ class UnitProfile:
     that are called in or before this segment have inputs that need no gradient."""
     modules: tuple[str, ...] = ()
     """Modules that are one unit together, in forward order; empty where the unit is just the module of its name."""
+    is_read: bool = True
+    """Whether backward reads its parameters, and so gathers it."""
     block: BlockProfile | None = None
     """Unit's module as a block, whose activations are chosen with the unit's modes; None where the module is no block
     or other units lie inside."""
@@ -268,6 +270,7 @@ def _units(
                 segments=tuple(part for operator in operators for part in segments.get(operator.name, ())),
                 calls=calls,
                 trained_from=trained_from,
+                is_read=_is_read(profile, name, operators, calls, trained_from),
                 modules=tuple(modules.get(name, ())),
                 block=None if name in modules else blocks.get(name),
             )
@@ -276,6 +279,21 @@ def _units(
     return tuple(
         sorted(units, key=lambda unit: (not unit.is_root, unit.first, -unit.last, _depth(unit.name), unit.name))
     )
+
+
+def _is_read(
+    profile: ModelProfile, name: str, operators: Sequence[OperatorProfile], calls: Sequence[Span], trained_from: int
+) -> bool:
+    """Tells whether backward reads a unit's parameters.
+
+    Where its inputs need gradients that is taken for granted: only where they need none does a step in which they do
+    tell itself apart. The root is gathered anyway, and what is run again is read for that.
+    """
+    needs_none = all(first <= trained_from for first, _ in calls)
+    may_run_again = name in profile.rerun or any(block.name == name for block in profile.blocks)
+    if not name or not needs_none or may_run_again or any(operator.is_read for operator in operators):
+        return True
+    return any(name in again.modules for again in profile.rerun.values())
 
 
 def _calls(profile: ModelProfile, name: str, modules: Collection[str] | None) -> tuple[Span, ...]:

@@ -78,7 +78,9 @@ class Effects:
 
 def _calls(unit: UnitProfile | None) -> tuple[int, int]:
     """Calls of a unit in forward, and those of them that backward comes to."""
-    return (1, 1) if unit is None else (len(unit.calls), sum(last >= unit.trained_from for _, last in unit.calls))
+    if unit is None:
+        return 1, 1
+    return len(unit.calls), sum(last >= unit.trained_from for _, last in unit.calls) if unit.is_read else 0
 
 
 @lru_cache(maxsize=2**12)

@@ -22,6 +22,7 @@ With explicit lists of modules to prefetch, one for each unit:
   nodes, or in the last micro-batch the sum of what all have left.
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
+- A unit of which backward reads no weights is not gathered there, unless it is inside a block that is run again.
 - A resident unit is gathered in the first step of all, and is there from then on.
 
 Lists hold at every call, and a unit that forward calls more than once has none, or it would gather what is not needed
@@ -100,6 +101,8 @@ class Host:
             is_late = any(units[unit].name in self.late_forward for unit in self.ahead[segment])
             if self.ahead[segment] and (is_late or not self._leads_on(segment, starting)):
                 self.ahead[segment] = []
+        again = frozenset[int]().union(*(inside for _, inside, _ in self.blocks.values()))
+        self.read = {unit for unit in range(len(units)) if units[unit].is_read or unit in again}
         self._plan_backward()
 
     def _plan_backward(self) -> None:
@@ -221,7 +224,7 @@ class Host:
         """The prefetch of backward."""
         if place > 0:
             unit = self.order[place - 1]
-            if unit in self.comes_back and unit not in self.late and unit not in self.reached:
+            if unit in self.comes_back & self.read and unit not in self.late and unit not in self.reached:
                 self.gather(unit)
 
     def come_to(self, segment: int) -> None:
@@ -245,10 +248,11 @@ class Host:
         if self.merges_calls and unit in self.reached:
             self.free(unit)  # and gathered again: what that takes is seen, though it has been there meanwhile
         self.reached.add(unit)
-        self.need(unit)
+        if unit in self.read:
+            self.need(unit)
         if self.backward_prefetch == "pre" and self.is_called_once[unit]:
             self.gather_before(self.place[unit])
-        for _ in range(num_calls - 1):
+        for _ in range(num_calls - 1 if unit in self.read else 0):
             self.leave(unit)
             self.need(unit)
 

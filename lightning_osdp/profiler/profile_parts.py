@@ -47,6 +47,13 @@ def profile_operators(
     features = splittable(module)
     batch_size = next(iter(trace.activations))
     profiles = []
+    called = {*trace.calls.sequence}
+    read = {
+        name
+        for parts in trace.activations.values()
+        for name, part in zip(trace.calls.sequence, parts, strict=False)
+        if part.is_read or part.rerun is not None
+    }
     for operator in operators:
         is_exempt = precision.is_exempt(operator.module)
         dtype, reduce_dtype = (None, None) if is_exempt else (precision.dtype, precision.reduce_dtype)
@@ -64,6 +71,7 @@ def profile_operators(
                 trainable_bytes=bytes_of(trainable),
                 gradient_bytes=bytes_of(operator.gradients, dtype),
                 optimizer_bytes=sum(optimized[p].state_bytes for p in trainable if p in optimized),
+                is_read=operator.name in read or operator.name not in called,
                 parameters=tuple(
                     ParameterProfile(
                         position=positions[p],

@@ -89,6 +89,7 @@ def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
             kind=unit.kind,
             treatments=tuple(mode.on("unit") for _, mode in each),
             modules=unit.modules,
+            is_read=len(each) > 1 or unit.is_read,
             parameter_bytes=sum(setting.units[index].gathered_bytes for index, _ in each),
             time_s=sum(costs.times_s[index][mode] for index, mode in each),
             menu=_menu([prices[index] for index, _ in each]),

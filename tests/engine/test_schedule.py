@@ -113,8 +113,11 @@ def sharded(model, units, modes, engine):
         before = order[place - 1] if place else index
         is_called_once = len(units[index].calls) == 1
         prefetches = engine.backward_prefetch == "pre" and comes_back[before] and is_called_once
-        prefetches = prefetches and units[before].name not in engine.late_backward
-        module.set_modules_to_backward_prefetch([modules[before if prefetches else index]])
+        prefetches = prefetches and units[before].is_read and units[before].name not in engine.late_backward
+        ahead = [modules[before]] if prefetches else [module] if units[index].is_read else []
+        module.set_modules_to_backward_prefetch(ahead)
+        gathering.gather_where_read(module._get_fsdp_state()._fsdp_param_groups)
+        gathering.set_read(module, is_read=units[index].is_read)
         leads_on = index + 1 < len(modules) and units[index + 1].name not in engine.late_forward
         if engine.forward_prefetch and leads_on and is_called_once:
             gathering.gather_ahead(module, [modules[index + 1]])
@@ -123,7 +126,6 @@ def sharded(model, units, modes, engine):
 
 def done(model, units, modes, engine, num_micro_batches, monkeypatch):
     """By micro-batch of the second step: what FSDP2 does."""
-    modules = sharded(model, units, modes, engine)
     seen = []
     names = {}
 
@@ -160,6 +162,7 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch):
         patched.setattr(_fsdp_param_group, "foreach_reduce", noted("reduce", _fsdp_param_group.foreach_reduce))
         patched.setattr(_fsdp_param_group.FSDPParamGroup, "_to_sharded", freed)
         patched.setattr(_fsdp_param_group.FSDPParamGroup, "_to_sharded_post_forward", freed_but_in_node)
+        modules = sharded(model, units, modes, engine)  # which wraps these
         for unit, module in zip(units, modules, strict=True):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 names.update(dict.fromkeys(map(id, group.fsdp_params), unit.name))

@@ -48,6 +48,7 @@ _METHODS = {
         "is_unsharded",
         "post_backward",
         "post_forward",
+        "pre_backward",
         "reshard",
         "unshard",
         "wait_for_unshard",

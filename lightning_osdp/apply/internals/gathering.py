@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
@@ -18,6 +19,8 @@ from typing_extensions import override
 
 from lightning_osdp.apply.internals import access
 
+_IS_READ = "lightning_osdp_is_read"
+"""Attribute of units that tells whether backward reads their parameters."""
 _PROCESS_GROUPS = ("shard_process_group", "replicate_process_group")
 """Attributes of a unit's mesh. The second one exists where several ranks have the same shard."""
 
@@ -82,6 +85,43 @@ class _NotReached(list[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:
         return (state for state in super().__iter__() if state._training_state != TrainingState.PRE_BACKWARD)
+
+
+def set_read(module: Any, *, is_read: bool) -> None:
+    """Says whether backward reads a unit's parameters: where it does not, `gather_where_read` has it gather none."""
+    group = access.group_of(module)
+    if group is not None:
+        setattr(group, _IS_READ, is_read)
+
+
+def note_inputs(group: Any) -> None:
+    """Takes a unit for one that backward reads from now on, as inputs of it need gradients."""
+    setattr(group, _IS_READ, True)
+
+
+def gather_where_read(groups: Sequence[Any]) -> None:
+    """Has backward leave units sharded whose parameters it does not read.
+
+    What forward has saved of them all the same has another version when they are freed, so that backward raises where
+    it comes to that, and does not compute with memory that is gone. What runs again in backward gathers them for that.
+    """
+    for group in groups:
+        group.pre_backward = partial(_pre_backward, group, group.pre_backward)
+        group._to_sharded = partial(_outdate, group, group._to_sharded)
+
+
+def _pre_backward(group: Any, pre_backward: Callable[..., None], *args: Any) -> None:
+    if getattr(group, _IS_READ, True) or group.is_unsharded or group._all_gather_result is not None:
+        pre_backward(*args)
+    else:
+        group._training_state = TrainingState.PRE_BACKWARD
+
+
+def _outdate(group: Any, free: Callable[[], None]) -> None:
+    if group.is_unsharded and group._training_state == TrainingState.FORWARD and not getattr(group, _IS_READ, True):
+        for parameter in group.fsdp_params if torch.is_grad_enabled() else ():
+            increment_version(parameter._unsharded_param)
+    free()
 
 
 def set_asynchronous(root: nn.Module, *, is_asynchronous: bool) -> None:

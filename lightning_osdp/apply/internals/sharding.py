@@ -111,6 +111,7 @@ def pass_inputs(module: nn.Module) -> None:
         given = collect_grad_tensors((args, kwargs)) if torch.is_grad_enabled() else ()
         if not given:
             return args, kwargs
+        gathering.note_inputs(group)
         once = dict.fromkeys(given)
         made = dict(zip(once, _Inputs.apply(group, *once), strict=True))  # type: ignore[no-untyped-call]
         return replace_grad_tensors((args, kwargs), (made[tensor] for tensor in given))

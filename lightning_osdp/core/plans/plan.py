@@ -62,6 +62,8 @@ class Unit:
     modules: tuple[str, ...] = ()
     """Modules that are grouped in this unit; empty where it is just the module of its name. The unit stays gathered
     from the first call of these modules to the last."""
+    is_read: bool = True
+    """Whether backward reads its parameters, and so gathers it."""
     parameter_bytes: int = 0
     """Gathered parameters of all slices."""
     time_s: float = 0.0

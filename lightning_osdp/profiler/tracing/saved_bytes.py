@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from lightning_osdp.core.profile import Span
 from lightning_osdp.profiler.live_tensors import LiveBytes
@@ -55,6 +57,8 @@ class Activations:
     segments there are before."""
     passed_bytes: int | None = None
     """Live bytes, counted like `settled_bytes`, when the segment's backward is over."""
+    is_read: bool = False
+    """Whether backward reads parameters of the segment's operator."""
     rerun: RerunPlace | None = None
     """Place in the part of forward that runs again in backward; None where the segment does not."""
 
@@ -89,7 +93,16 @@ class _Follower:
         self.storages: list[_Storage] = []
         self.alive: dict[int, _Storage] = {}
         self.num_passed = [0] * len(self.parts)
-        by_name = {operator.name: operator.gradients for operator in find_operators(module, calls)}
+        operators = find_operators(module, calls)
+        by_name = {operator.name: operator.gradients for operator in operators}
+        self.reads = _Reads()
+        owners = {child: name for name, child in module.named_modules()}
+        segments: dict[str, list[int]] = {}
+        for index, name in enumerate(calls.sequence):
+            segments.setdefault(name, []).append(index)
+        for child, name in owners.items():
+            for parameter in child.parameters(recurse=False):
+                self.reads.note(parameter, segments.get(name, ()))
         self.made_in = [*(by_name[name] for name in calls.sequence), []]
         self.gradients: dict[Tensor, int] = {}
         """Parameters whose gradients may be alive -> the segment that made the gradient."""
@@ -101,6 +114,7 @@ class _Follower:
     def keep(self, tensor: Tensor) -> Tensor:
         """Books a tensor that lives until backward; hook on every tensor that autograd saves."""
         key, now = storage_key(tensor), self.position.now
+        self.reads.read(tensor)
         if tensor.device.type == self.live.device_type and key is not None and key not in self.excluded:
             storage = self._storage(tensor)
             storage.savers[now] = None
@@ -201,6 +215,46 @@ class _Follower:
         return self.live.current_bytes - self.static_bytes - saved - self._gradient_bytes(self.dropped)
 
 
+class _Reads(TorchDispatchMode):
+    """Notes which parameters a step reads in backward, or saves for it, by the segments of their operators.
+
+    What is made of parameters alone counts as they do: where training gathers a parameter in the dtype of computing,
+    the copy that autocast makes of it here is the parameter itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_in_backward = False
+        self.segments: set[int] = set()
+        """Segments whose operator's parameters are read."""
+        self._of: dict[int | None, set[int]] = {}  # key of a storage -> segments
+
+    def note(self, parameter: Tensor, segments: Iterable[int]) -> None:
+        """Adds segments in which an operator has a parameter, or what is made of it."""
+        key = storage_key(parameter)
+        if key not in self._of:
+            weakref.finalize(parameter.untyped_storage(), self._of.pop, key, None).atexit = False
+        self._of.setdefault(key, set()).update(segments)
+
+    def read(self, tensor: Tensor) -> None:
+        """Takes a tensor for one that backward reads."""
+        self.segments |= self._of.get(storage_key(tensor), set())
+
+    @override
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = function(*args, **(kwargs or {}))
+        given = [*tensors_in((args, kwargs))]
+        if self.is_in_backward:
+            for tensor in given:
+                self.read(tensor)
+        elif given and all(storage_key(tensor) in self._of for tensor in given):
+            segments = set[int]().union(*(self._of[storage_key(tensor)] for tensor in given))
+            for tensor in tensors_in(returned):
+                if tensor.layout is torch.strided:
+                    self.note(tensor, segments)
+        return returned
+
+
 def trace_activations(
     module: nn.Module, batch: Any, calls: Calls, run: Callable[[], Any], blocks: Mapping[str, Span], *, choice: str
 ) -> list[Activations]:
@@ -223,15 +277,19 @@ def trace_activations(
                 cleanup.callback(parameter.register_post_accumulate_grad_hook(follower.drop).remove)
         reruns = cleanup.enter_context(recorded_reruns(module, position))
         cleanup.enter_context(saving_less(module, blocks, choice, position, follower.excluded))
-        with saved_tensors_hooks(follower.keep, lambda packed: packed):
+        with saved_tensors_hooks(follower.keep, lambda packed: packed), follower.reads:
             returned = run()
         position.enter(position.num_segments - 1)
         for tensor in tensors_in(returned):
             follower.keep(tensor)
         follower.note_crossings()
         position.start_backward()
-        loss_in(returned).backward()
+        follower.reads.is_in_backward = True
+        with follower.reads:
+            loss_in(returned).backward()
         position.end()
+        for segment in follower.reads.segments:
+            parts[segment].is_read = True
         for segment, place in reruns.by_segment().items():
             parts[segment].rerun = place
     return parts

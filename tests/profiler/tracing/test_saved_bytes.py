@@ -267,3 +267,49 @@ def test_a_step_that_needs_gradients_is_taken_to_be_evaluated_as_it_is_trained()
     a, loss = profile.segments
     assert a.evaluation_bytes.at(2) == a.saved_bytes.at(2) + a.forward_workspace_bytes.at(2) > 0
     assert loss.evaluation_bytes.at(2) == profile.saved_bytes.at(2) + loss.forward_workspace_bytes.at(2)
+
+
+def read(step, **modules):
+    """Operators whose parameters backward reads."""
+    return {operator.name for operator in profiled(step, **modules).operators if operator.is_read}
+
+
+def test_backward_reads_no_embedding_and_no_linear_whose_input_needs_no_gradient():
+    modules = {"table": nn.Embedding(8, 8), "a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
+
+    def step(m, x):
+        return m.b(F.relu(m.a(x)) + m.table(x.argmax(-1))).sum()
+
+    assert read(step, **modules) == {"b"}
+    # a tie is read where the other one is
+    modules["b"].weight = modules["table"].weight
+    assert read(step, **modules) == {"b", "table"}
+
+
+def test_backward_reads_what_is_used_elsewhere_or_again_in_views_and_copies():
+    modules = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
+    assert read(lambda m, x: F.linear(m.b(m.a(x)), m.a.weight).sum(), **modules) == {"a", "b"}
+    assert read(lambda m, x: m.b(m.a(m.a(x))).sum(), **modules) == {"a", "b"}
+    assert read(lambda m, x: (m.a(x) @ m.b.weight[:4].t()).sum() + m.b(x).sum(), **modules) == {"b"}
+    assert read(lambda m, x: (m.b(x) @ m.a.weight.double().t().float()).sum() + m.a(x).sum(), **modules) == {"a"}
+
+
+def test_backward_reads_what_runs_again_and_what_a_function_keeps_by_itself():
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.weight = weight
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient @ ctx.weight, None
+
+    modules = {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}
+    again = {"use_reentrant": False}
+    assert read(lambda m, x: m.b(checkpoint(lambda y: m.a(y).relu(), x, **again)).sum(), **modules) == {"a", "b"}
+
+    def step(m, x):
+        return Keeps.apply(m.b(x), m.a.weight).sum() + m.a(x).sum()
+
+    assert read(step, **modules) == {"a"}
