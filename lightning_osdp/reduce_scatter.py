@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 def is_by_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether collectives of a group on tensors of the CPU are gloo's. Testbeds have groups without backends."""
+    """Tells if collectives of a group on tensors of the CPU are gloo's. Testbeds have groups without backends."""
     cpu = next((device for device in group._device_types if device.type == "cpu"), None)
     return cpu is not None and bool(group._get_backend(cpu).name() == "gloo")
 
 
 def can_add_up(op: Any) -> bool:
-    """Whether `add_up` knows the operation: SUM or AVG."""
+    """Tells if `add_up` knows the operation: SUM or AVG."""
     return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 

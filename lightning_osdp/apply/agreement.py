@@ -187,7 +187,7 @@ class Agreement:
             )
 
     def largest(self, values: Sequence[int]) -> Sequence[int]:
-        """Of each value, the largest over all ranks, who all call it; this rank's own while it runs alone."""
+        """Returns the largest of each value over all ranks, who all call it; this rank's own while it runs alone."""
         return values if self._is_paused else self._largest(values)
 
     @contextmanager

@@ -258,7 +258,7 @@ class ShardedModel:
     def reshard(self) -> None:
         """Reshards all units, and drops results of all-gathers that nobody waited for; gradients stay.
 
-        What is kept of resident units stays, too, though their modules do not show it.
+        Unsharded weights of resident units stay, too, though their modules do not show them.
         """
         gathering.reshard(self.module, self._groups)
         self._residence.open()

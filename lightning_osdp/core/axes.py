@@ -1,7 +1,7 @@
 """Axes: every choice that there is, declared once; and treatments: what is chosen for a subject.
 
-What a value does in a step is in `engine.effects`, how it is carried out in `apply`. Nothing else asks for values by
-their names.
+`engine.effects` says what each value does in a step, and `apply` carries it out. Nothing else asks for values by their
+names.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class Subject:
     """A unit and its block, as far as rules of axes ask for them; by default everything applies to it."""
 
     has_nodes: bool = True
-    """Whether there are several nodes with several ranks each."""
+    """True if there are several nodes with several ranks each."""
     is_reached: bool = True
-    """Whether backward comes to the unit."""
+    """True if backward comes to the unit."""
     is_trained: bool = True
-    """Whether it has anything to train."""
+    """True if any of its parameters is trained."""
     may_stay: bool = True
-    """Whether what is gathered of it stays right from one step to the next, as nothing of it is trained."""
+    """True if its unsharded weights stay right from one step to the next, for nothing of the unit is trained."""
     may_wait: bool = True
-    """Whether its gradients may wait for the last of several micro-batches: not where forward calls it again."""
+    """True if its gradients may wait for the last of several micro-batches: not where forward calls the unit again."""
     profiled: Collection[str] | None = None
-    """What its block was profiled with beside keeping all that it saves; none where the unit is no block."""
+    """Values of ``saves`` that its block was profiled with, beside the default; None where the unit is no block."""
 
 
 ANYTHING, ONE_NODE = Subject(), Subject(has_nodes=False)
@@ -42,17 +42,17 @@ class Axis:
 
     name: str
     on: str
-    """What it is a choice of: a ``unit``, or a ``block``."""
+    """Subject of the choice: a ``unit``, or a ``block``."""
     values: tuple[str, ...]
     """The one that takes least memory first."""
     default: str
-    """What a treatment takes that does not name the axis."""
+    """Value of a treatment that does not name the axis."""
     applies: Callable[[str, Treatment, Subject], bool]
-    """Whether a value is there for a subject whose treatment is this one in all axes before."""
+    """Tells if a value is there for a subject whose treatment is this one in all axes before."""
     can_change: bool = True
-    """Whether a running module may change from one value to another, between two optimizer steps."""
+    """True if a running module may change from one value to another, between two optimizer steps."""
     by_slice: bool = False
-    """Whether the slices of one operator may have different values."""
+    """True if the slices of one operator may have different values."""
 
 
 def _home_applies(value: str, _: Treatment, subject: Subject) -> bool:
@@ -60,9 +60,11 @@ def _home_applies(value: str, _: Treatment, subject: Subject) -> bool:
 
 
 def _keep_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
-    """What stays for ever is frozen, and sharded over all ranks: it is not gathered again, so nodes are of no use.
+    """Tells if forward can leave so much of a unit.
 
-    A shard for the node is left of what is sharded over more ranks, for a backward that comes to it.
+    Only frozen units can stay unsharded for ever. They are sharded over all ranks, for a shard in the node would save
+    no all-gather where there is one in a fit. A shard in the node serves units that are sharded over more ranks than
+    those of a node, and that backward comes to.
     """
     if value == "always":
         return subject.may_stay and treatment["home"] == "all"
@@ -70,7 +72,10 @@ def _keep_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
 
 
 def _reduce_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
-    """Gradients are reduced in nodes alone where the unit is sharded there; what stays for ever has none."""
+    """Tells if gradients can be reduced so: in nodes alone only where the unit is sharded there.
+
+    Units that stay unsharded for ever have no gradients.
+    """
     may_wait = subject.may_wait and treatment["keep"] != "always"
     return value == "every" or (may_wait and (value != "node" or treatment["home"] == "node"))
 
@@ -85,9 +90,9 @@ AXES: Mapping[str, Axis] = {
         # Over which ranks a unit is sharded between steps: all, or those of a node; each node then has all of it, and
         # what a rank gets of reduced gradients is all-reduced between nodes.
         Axis(name="home", on="unit", values=("all", "node"), default="all", applies=_home_applies, can_change=False),
-        # What forward leaves of a unit for backward beside that: nothing; a shard in each node, from which backward
-        # gathers without the network between nodes; the whole unsharded unit; or that for ever: gathered once, it
-        # stays unsharded beside its shard through all steps and evaluations.
+        # Part of a unit that forward leaves for backward beside its shard: nothing; a shard in each node, from which
+        # backward gathers without the network between nodes; the whole unsharded unit; or that for ever: gathered
+        # once, it stays unsharded beside its shard through all steps and evaluations.
         Axis(
             name="keep",
             on="unit",
@@ -99,7 +104,7 @@ AXES: Mapping[str, Axis] = {
         # Which micro-batches reduce a unit's gradients: every one; every one inside of nodes and the last one between
         # them; or the last one, until which gradients are whole, and a unit that is kept stays unsharded.
         Axis(name="reduce", on="unit", values=("every", "node", "last"), default="every", applies=_reduce_applies),
-        # What becomes of the tensors that a block saves for backward: dropped, with the block's inputs on the host, and
+        # Fate of the tensors that a block saves for backward: dropped, with the block's inputs on the host, and
         # made again by running its forward in backward; moved to host memory and back; dropped and made again; kept.
         Axis(
             name="saves",
@@ -114,7 +119,7 @@ AXES: Mapping[str, Axis] = {
 
 
 class Treatment(Mapping[str, str]):
-    """What is chosen for one subject, by axis; iterating gives the axes in which it is not the default.
+    """Choices for one subject, by axis; iterating gives the axes in which it is not the default.
 
     Raises:
         KeyError: there is no such axis, or it has no such value.
@@ -166,13 +171,13 @@ class Treatment(Mapping[str, str]):
 
     @property
     def name(self) -> str:
-        """What tables call the treatment of a unit's parameters; how its gradients are reduced is told apart."""
+        """Name of the treatment of a unit's parameters in tables, which tell apart how its gradients are reduced."""
         own = self.only("home", "keep")
         return next(name for name, named in NAMED_MODES.items() if named == own)
 
     @property
     def needs_nodes(self) -> bool:
-        """Whether it is of use on several nodes with several ranks each only."""
+        """True if it is of use only on several nodes with several ranks each."""
         return self.within(ONE_NODE) != self
 
     @property
@@ -185,15 +190,15 @@ class Treatment(Mapping[str, str]):
         return self.only(*(name for name, axis in AXES.items() if axis.on == subject))
 
     def but(self, **changed: str) -> Treatment:
-        """The same with other values in some axes."""
+        """Returns the treatment with other values in some axes."""
         return Treatment(**{**self._chosen, **changed})
 
     def only(self, *axes: str) -> Treatment:
-        """The same in these axes, and the default in all others."""
+        """Returns the treatment in these axes, with the default in all others."""
         return Treatment(**{name: value for name, value in self._chosen.items() if name in axes})
 
     def within(self, subject: Subject) -> Treatment:
-        """The same as far as its values apply to a subject, and the default elsewhere."""
+        """Returns the treatment as far as its values apply to a subject, with the default elsewhere."""
         if not self._chosen:
             return self
         found = Treatment()
@@ -250,7 +255,7 @@ that are sharded over the same ranks, the one with the least memory first."""
 MODES = {
     name: mode for name, mode in NAMED_MODES.items() if mode.within(Subject(has_nodes=False, may_stay=False)) == mode
 }
-"""Those that there are on any cluster for any unit, in the same order."""
+"""Named modes that apply to any unit on any cluster, in the same order."""
 
 SYNC_CHOICES = ("every", "last", "node")
 """Values of ``reduce``, in the order in which they are offered."""
@@ -268,9 +273,9 @@ def named(*names: str, reduce: str = "every") -> tuple[Treatment, ...]:
 
 
 def freed_and_kept(treatment: Treatment) -> tuple[Treatment, Treatment]:
-    """The same, once with nothing of the unit left after forward, and once with all of it kept.
+    """Returns the treatment twice: with nothing of the unit left after forward, and with all of it kept.
 
-    What is kept for ever is so then, too.
+    A unit that is kept for ever is so in the second.
     """
     kept = treatment if treatment["keep"] == "always" else treatment.but(keep="whole")
     return treatment.but(keep="nothing"), kept

@@ -1,4 +1,4 @@
-"""What `fully_shard` does in a step, as data and pure functions: the one thing that the rest of the planner asks."""
+"""Model of a step of `fully_shard`, as data and pure functions: the one thing that the rest of the planner asks."""
 
 from __future__ import annotations
 

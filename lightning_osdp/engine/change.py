@@ -1,4 +1,4 @@
-"""What may change of a plan while its module is trained, between two steps."""
+"""Rules of the changes that a plan may have while its module is trained, between two steps."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from lightning_osdp.engine.events import COLLECTIVES, GATHER_OVER, GATHERS, OVER
 
 @dataclass(frozen=True, kw_only=True)
 class Effects:
-    """What happens to one unit. Ranks are ``all``, those of a ``node``, or ``one``: `Cluster.num_ranks`."""
+    """Effects of a treatment on one unit. Ranks are ``all``, those of a ``node``, or ``one``: `Cluster.num_ranks`."""
 
     sharded_over: str
     """Ranks that the unit is sharded over between steps."""
@@ -31,30 +31,30 @@ class Effects:
     """Ranks over which forward leaves it sharded: it holds 1/n of it on each of n. On ``one`` it stays unsharded until
     its backward is over."""
     reductions: tuple[tuple[Kind, ...], tuple[Kind, ...]]
-    """What happens to its complete gradients: in every micro-batch but the last, and in the last one."""
+    """Events of its complete gradients: in every micro-batch but the last, and in the last one."""
     stays: bool = False
-    """Whether what forward leaves stays from one micro-batch to the next."""
+    """True if the part that forward leaves stays from one micro-batch to the next."""
     is_resident: bool = False
-    """Whether it stays from one step to the next, too, and in evaluations: a fit gathers the unit once."""
+    """True if that part stays from one step to the next, too, and in evaluations: a fit gathers the unit once."""
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is unsharded from its forward to the end of its backward."""
+        """True if the unit is unsharded from its forward to the end of its backward."""
         return self.left_over == "one"
 
     @property
     def leaves_shard(self) -> bool:
-        """Whether forward leaves a shard of it that is larger than the one it has between steps."""
+        """True if forward leaves a shard of the unit that is larger than its shard between steps."""
         return not self.is_kept and self.left_over != self.sharded_over
 
     @cached_property
     def holds_whole_gradients(self) -> bool:
-        """Whether its gradients are whole from one micro-batch to the next."""
+        """True if its gradients are whole from one micro-batch to the next."""
         return "accumulate" in self.reductions[0]
 
     @property
     def waits(self) -> bool:
-        """Whether the last micro-batch reduces gradients in another way than those before."""
+        """True if the last micro-batch reduces gradients in another way than earlier ones."""
         return self.reductions[0] != self.reductions[1]
 
     def counts(self, unit: UnitProfile | None = None, *, num_micro_batches: int = 1) -> Mapping[Kind, int]:
@@ -68,11 +68,11 @@ class Effects:
         return _counts(self, *_calls(unit), num_micro_batches)
 
     def collectives(self, unit: UnitProfile | None = None, *, num_micro_batches: int = 1) -> Mapping[Collective, int]:
-        """The same by collective, in the order of `COLLECTIVES`, without those that are not issued."""
+        """Counts by collective, in the order of `COLLECTIVES`, without collectives that are not issued."""
         return _collectives(self, *_calls(unit), num_micro_batches)
 
     def overheads(self, unit: UnitProfile | None = None, *, num_micro_batches: int = 1) -> Mapping[str, int]:
-        """The same by part of `Cluster.unit_overhead`."""
+        """Counts by part of `Cluster.unit_overhead`."""
         return _overheads(self, *_calls(unit), num_micro_batches)
 
 
@@ -133,7 +133,7 @@ _REDUCTIONS: Mapping[tuple[str, str], tuple[tuple[Kind, ...], tuple[Kind, ...]]]
 
 @lru_cache(maxsize=2**10)
 def effects_of(treatment: Treatment) -> Effects:
-    """What a unit's treatment does on several ranks."""
+    """Effects of a unit's treatment on several ranks."""
     home = treatment["home"]
     left_over = {"nothing": home, "node": "node", "whole": "one", "always": "one"}[treatment["keep"]]
     is_resident = treatment["keep"] == "always"
@@ -148,12 +148,12 @@ def effects_of(treatment: Treatment) -> Effects:
 
 
 class BlockEffects(NamedTuple):
-    """What a block does in one micro-batch beside its forward and backward."""
+    """Work of a block in one micro-batch beside its forward and backward."""
 
     reruns: bool
-    """Whether it runs its forward again in backward."""
+    """True if the block runs its forward again in backward."""
     rerun_s: Affine
-    """Seconds of that."""
+    """Seconds of the second forward."""
     copied_bytes: Affine
     """Bytes that its forward copies to host memory, and its backward back."""
 
@@ -169,7 +169,7 @@ def block_effects(block: BlockProfile, choice: str) -> BlockEffects:
 
 
 FREED = Effects(sharded_over="all", left_over="all", reductions=_REDUCTIONS["all", "every"])
-"""Of a unit that holds least: it is freed after forward, and reduces its gradients at once."""
+"""Effects with the fewest bytes: the unit is freed after forward, and reduces its gradients at once."""
 KEPT = replace(FREED, left_over="one")
 
 

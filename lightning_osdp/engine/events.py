@@ -48,7 +48,7 @@ event = lru_cache(maxsize=2**16)(Event)
 
 
 class Collective(NamedTuple):
-    """What a kind of event issues."""
+    """Collective that a kind of event issues."""
 
     operation: Literal["all_gather", "reduce_scatter", "all_reduce"]
     over: str

@@ -38,14 +38,14 @@ class FSDP2:
     backward_prefetch: str = "pre"
     """When backward gathers the unit that comes next: one of `PREFETCH_CHOICES`; or ``auto``: that is to be chosen."""
     forward_prefetch: bool | Auto = False
-    """Whether forward gathers the next unit before one runs; or ``auto``."""
+    """True if forward gathers the next unit before one runs; or ``auto``."""
     asynchronous_unshard: bool = True
-    """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner. They then begin
+    """True if all-gathers are issued so that computing may go on, and their buffers are gone sooner. They then begin
     where the host has issued them: without `forward_prefetch` nothing is computed beside those of forward."""
     late_forward: tuple[str, ...] = ()
     """Units, by name, that are gathered when forward comes to them, whatever `forward_prefetch` says of the others."""
     late_backward: tuple[str, ...] = ()
-    """The same of backward."""
+    """Units, by name, that are gathered when backward comes to them."""
 
     def __post_init__(self) -> None:
         choices = (*PREFETCH_CHOICES, AUTO)
@@ -95,11 +95,14 @@ class FSDP2:
 
     @property
     def most_lingering(self) -> int:
-        """All-gather buffers of other units that may live while forward runs one: of the one before, of the next."""
+        """Number of extra all-gather buffers alive while a unit runs forward.
+
+        One is the previous unit's, where unsharding is synchronous, and one the prefetched unit's.
+        """
         return (not self.asynchronous_unshard) + (self.forward_prefetch is True)
 
     def may_wait(self, unit: UnitProfile) -> bool:
-        """Whether the unit may reduce its gradients in the last micro-batch only.
+        """Tells if the unit may reduce its gradients in the last micro-batch only.
 
         Not if forward calls it more than once: gradients of earlier micro-batches would then be reduced separately.
         """
@@ -142,7 +145,7 @@ class FSDP2:
         is_bound: bool = False,
         is_first_step: bool = False,
     ) -> LiveParts:
-        """What reads events as bytes.
+        """Returns a reader of events as bytes.
 
         Args:
             step: whose events are read.
@@ -226,7 +229,7 @@ def num_shards(step: Step, modes: Sequence[Treatment] = ()) -> tuple[int, ...]:
 
 
 DEFAULT = FSDP2()
-"""What runs a step where nothing else is said."""
+"""Engine of a step where nothing else is said."""
 
 
 def engine_of(plan: Plan) -> FSDP2:

@@ -43,17 +43,17 @@ class UnitBytes:
     flat_gradient: float
     """S: all of them as one tensor, paddings included: what a reduce-scatter sends."""
     whole_gradient: float
-    """What is left of them from one micro-batch to the next where they are not reduced."""
+    """Bytes left of the gradients from one micro-batch to the next where they are not reduced."""
     scattered: float
-    """What a reduce-scatter returns, in the dtype of computing."""
+    """Output of a reduce-scatter, in the dtype of computing."""
     reduced: float
     """s: the shard of the reduced gradient, in the dtype at rest."""
     buffer: float = 0.0
-    """What an all-gather fills, from which the gathered unit is copied; 0 on one rank."""
+    """Output of an all-gather, from which the unsharded unit is copied; 0 on one rank."""
     last_gradient: float = 0.0
     """Gradient that lives while the others are reduced."""
     last_whole_gradient: float = 0.0
-    """The same of what is left from one micro-batch to the next."""
+    """Part of the last gradient in `whole_gradient`."""
     casting: float = 0.0
     """Most bytes beside the gradients while what is left of them is cast to the dtype of reducing, one by one; 0 where
     nothing is cast."""

@@ -1,8 +1,8 @@
-"""What is alive on one rank under ``fully_shard``: the events of `schedule` read as bytes.
+"""Bytes alive on one rank under ``fully_shard``: the events of `schedule` read as bytes.
 
-Of one unit: w unsharded, s its shard, g its gradients, l that of its last parameter, r what a reduce-scatter takes, A
-what is saved, h the gradient that it hands on. Of L equal units, of which backward has reduced those after the i-th,
-beside the states between steps:
+Letters stand for bytes of one unit: w unsharded, s its shard, g its gradients, l the gradient of its last parameter, r
+the input of its reduce-scatter, A its saved tensors, h the gradient that it hands on. There are L equal units, and
+backward has reduced the units after the i-th. Beside the states between steps live:
 
     forward     (L-1) k + 3 w + A                                            k = w where units are kept, else 0
     copy-out    (L-1-i) s + i k + q + 2 w + h + A_i                          q = r of the unit reduced before
@@ -60,12 +60,12 @@ class Moment:
     operator: str
     """Operator that runs; the empty string in the loss and in the optimizer step."""
     parts: Mapping[str, float]
-    """What the bytes consist of."""
+    """Parts of the bytes, by name."""
     gather_buffers: float = 0.0
-    """Of the gathered parameters, what all-gathers fill in a stream of their own, where unsharding is synchronous."""
+    """Bytes of gathered parameters that all-gathers fill in a stream of their own, where unsharding is synchronous."""
 
     def less(self, part: str, num_bytes: float) -> Moment:
-        """The same moment with so many bytes fewer of one part."""
+        """Returns the moment with so many bytes fewer of one part."""
         if not num_bytes:
             return self
         parts = {**self.parts, part: self.parts[part] - num_bytes}
@@ -163,7 +163,7 @@ class LiveParts:
         self._drop_all_reduced()
 
     def read(self, event: Event) -> None:
-        """What one event of `FSDP2.micro_batches` allocates and frees: there is a method for each kind."""
+        """Allocates and frees as one event of `FSDP2.micro_batches` does: there is a method for each kind."""
         self._readers[event.kind](event.of)
 
     def read_all(self, micro_batches: Iterable[Iterable[Event]]) -> None:
@@ -263,7 +263,7 @@ class LiveParts:
         self.parts["reduced gradients"] = 0.0
 
     def _rerun(self, index: int) -> None:
-        """What forward builds up again; at its end that is part of the last segment's workspace in backward, too."""
+        """Builds up saved tensors again; at the end they are part of the last segment's workspace in backward, too."""
         segment = self.profile.segments[index]
         self._observe("backward", segment.operator, "workspace", segment.rerun_workspace_bytes.at(self.samples))
         if self.copied is not None and any(last == index for _, last in self.units[self.copied].calls):
@@ -367,7 +367,7 @@ class LiveParts:
         self.sent = num_bytes
 
     def _adds_in_place(self, unit: int) -> bool:
-        """Whether new gradients of a unit are gone as soon as they are complete."""
+        """Tells if new gradients of a unit are gone as soon as they are complete."""
         return unit in self.accumulated and not self.sizes[unit].casting
 
     def _add(self, part: str, num_bytes: float) -> None:
@@ -395,7 +395,7 @@ class LiveParts:
         inside = self.profile.segments[self.segment : self.units[unit].last + 1]
         settled = next((segment.settled_bytes for segment in inside if segment.settled_bytes is not None), None)
         if settled is not None:
-            # what the unit's backward has left of saved tensors, and the gradient that it hands on
+            # the unit's backward has left these of the saved tensors, and hands on a gradient
             self.settled = settled.at(self.samples) - self.parts["activations"]
 
     def _name(self, unit: int) -> str:
@@ -405,9 +405,10 @@ class LiveParts:
     def _gradients(self) -> dict[int, list[tuple[int, int, int]]]:
         """Segment -> units, with the bytes of gradients that its backward makes first, and where they are complete.
 
-        Those of an operator come where backward reaches it; of one that is never called itself, where it reaches the
-        nearest module around; of the root's own parameters at the end. They are complete where backward leaves its
-        first call, and autograd holds them until then; those of a tied parameter, where it leaves their unit.
+        Gradients of an operator come where backward reaches it. For an operator that is never called itself, that is
+        the nearest module around it; for the root's own parameters, the end. Gradients are complete where backward
+        leaves the operator's first call, and autograd holds them until then; a tied parameter's gradient is complete
+        where backward leaves its unit.
         """
         unit_of = {operator.name: index for index, unit in enumerate(self.units) for operator in unit.operators}
         calls: dict[str, list[int]] = {}

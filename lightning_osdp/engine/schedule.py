@@ -1,4 +1,4 @@
-"""What ``fully_shard`` does in one optimizer step, in the order in which the host issues it.
+"""Events of ``fully_shard`` in one optimizer step, in the order in which the host issues them.
 
 With explicit lists of modules to prefetch, one for each unit:
 
@@ -57,20 +57,20 @@ class Host:
     units: Sequence[UnitProfile]
     """Root first, if any, then in forward order."""
     effects: Sequence[Effects]
-    """Of each unit's treatment."""
+    """Effects of each unit's treatment."""
     num_segments: int
-    """Of the model, the loss included."""
+    """Number of segments of the model, the loss included."""
     rerun: Mapping[str, Rerun]
     """Blocks that recompute."""
     merges_calls: bool = False
-    """Whether a unit that forward calls again is taken as gathered from its first call to its last."""
+    """True if a unit that forward calls again is taken as gathered from its first call to its last."""
     backward_prefetch: str
     forward_prefetch: bool
     late_forward: Collection[str] = ()
     """Units that forward does not gather ahead, by name."""
     late_backward: Collection[str] = ()
     is_first_step: bool = False
-    """Whether it is the first step of all, in which resident units are gathered."""
+    """True in the first step of a fit, in which resident units are gathered."""
 
     def __post_init__(self) -> None:
         units = self.units
@@ -128,7 +128,7 @@ class Host:
         self.at_the_end.sort()
 
     def _leads_on(self, segment: int, starting: Sequence[int]) -> bool:
-        """Whether what begins with this segment prefetches in forward."""
+        """Tells if a unit that begins with this segment prefetches in forward."""
         if not starting:
             return False
         return self.is_called_once[max(starting)]
@@ -138,7 +138,7 @@ class Host:
         self.is_first, self.is_last = is_first, is_last
         self.events: list[Event] = []
         self.turns: list[int] = []
-        """Of each event, the turn of the host in which it was issued. Turns are the same whatever the effects."""
+        """Turn of the host in which each event was issued. Turns do not depend on the effects."""
         self.turn = 0
         self.called: set[int] = set()  # by forward
         self.reached: set[int] = set()  # by backward: none of them is prefetched again
@@ -147,12 +147,12 @@ class Host:
         return self.events
 
     def note(self, kind: Kind, of: int) -> None:
-        """One more event."""
+        """Appends an event."""
         self.events.append(event(kind, of))
         self.turns.append(self.turn)
 
     def gather(self, unit: int) -> None:
-        """Unless it is there."""
+        """Gathers a unit, unless it is unsharded."""
         self.turn += 1
         if unit not in self.gathered:
             self.gathered.add(unit)
@@ -160,18 +160,18 @@ class Host:
             self.note(GATHER_OVER[effects.left_over if unit in self.retained else effects.sharded_over], unit)
 
     def need(self, unit: int) -> None:
-        """What follows computes with it."""
+        """Gathers a unit and waits for it, for the next event computes with it."""
         self.gather(unit)
         self.note("await", unit)
         self.retained.discard(unit)
 
     def free(self, unit: int) -> None:
-        """Its shard alone is left."""
+        """Leaves a unit's shard alone."""
         self.gathered.discard(unit)
         self.note("free", unit)
 
     def free_in_forward(self, unit: int) -> None:
-        """The same, or a larger shard besides; or nothing, where it is kept."""
+        """Frees a unit after forward, but for a larger shard where forward leaves one; a kept unit stays."""
         self.turn += 1
         if self.effects[unit].is_kept or unit not in self.gathered:
             return
@@ -306,7 +306,7 @@ def gathered_ahead(units: Sequence[UnitProfile], num_segments: int) -> list[list
 def _blocks(
     units: tuple[UnitProfile, ...], rerun: tuple[tuple[str, Rerun], ...]
 ) -> dict[int, tuple[int, frozenset[int], bool]]:
-    """What `Host.blocks` has."""
+    """Blocks that recompute, as `Host.blocks` has them."""
 
     def inside(modules: Collection[str]) -> frozenset[int]:
         return frozenset(index for index, unit in enumerate(units) if unit.name in modules)

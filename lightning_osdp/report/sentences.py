@@ -270,9 +270,9 @@ def wire_bytes(plan: Plan) -> float:
         DP, sync every      K all-gathers   K reduce-scatters
         DP, sync last       1 all-gather    1 reduce-scatter
 
-    Of an hpZ unit's all-gathers K are over the m ranks of a node, in each of which a rank sends (m-1)/m. So are all
-    collectives of an HSDP and an HDP unit, and each reduce-scatter, or with sync node the last one, is followed by an
-    all-reduce of S/m between N/m nodes, in which a rank sends 2 (1 - m/N) of that.
+    An hpZ unit has K all-gathers over the m ranks of a node, and a rank sends (m-1)/m of its bytes in each. All
+    collectives of an HSDP or HDP unit are over these ranks. Each of its reduce-scatters, or with sync node the last
+    one, is followed by an all-reduce of S/m between N/m nodes, in which a rank sends 2 (1 - m/N) of that.
     Resident units are gathered in the first step of all, which is not counted. Other frozen ones, which reduce nothing,
     modules that forward calls more than once, and units inside of blocks that are run again are counted as any other.
     """

@@ -25,7 +25,7 @@ from lightning_osdp.reduce_scatter import add_up, can_add_up, is_by_gloo, reduce
 
 
 class ReduceScatters:
-    """Those of a root's units, of which the latest ones are in flight in backward, and none outside of it.
+    """Reduce-scatters of a root's units: the latest ones are in flight in backward, and none outside of it.
 
     They end in the order in which they began: one when its turn comes to make room for the next one's input, all that
     are left at the end of backward. A unit whose gradients somebody takes up at once waits for its own: where nodes
@@ -106,7 +106,7 @@ class _ReduceScatter:
 
 
 def _is_taken_up(group: Any) -> bool:
-    """Whether what a unit's reduce-scatter gives is needed at once."""
+    """Tells if the output of a unit's reduce-scatter is needed at once."""
     return (
         isinstance(group.mesh_info, HSDPMeshInfo)
         or group._all_reduce_hook is not None

@@ -23,10 +23,10 @@ def set_resident(module: nn.Module, *, is_resident: bool) -> None:
 
 
 class Residence:
-    """Keeps what is gathered of units that are told to stay unsharded, as long as all their parameters are frozen.
+    """Keeps unsharded weights of units that are told to stay so, as long as all their parameters are frozen.
 
     Where torch would free it, a module gets its shards alone: optimizers, state dicts and users find what they find
-    of any other unit. Where the unit is needed again, its module gets what is kept, and no all-gather runs.
+    of any other unit. Where the unit is needed again, its module gets the kept weights, and no all-gather runs.
 
     Shards may have been written to meanwhile: by users' hooks, by what loads weights, or by an optimizer that has them.
     So ranks agree, before a unit is needed for the first time after that, of which units shards are others than what is
@@ -44,8 +44,8 @@ class Residence:
     def __init__(self, groups: Sequence[Any], agree: Callable[[list[int]], Sequence[int]]) -> None:
         self._groups, self._agree = groups, agree
         self.opens_itself = True
-        self._is_open = True  # whether shards may have been written to since ranks last agreed
-        self._kept: dict[Any, list[Any]] = {}  # groups of which there is what was gathered -> marks of their shards
+        self._is_open = True  # shards may have been written to since ranks last agreed
+        self._kept: dict[Any, list[Any]] = {}  # groups that are kept unsharded -> marks of their shards
         for group in groups:
             group.unshard = partial(self._unshard, group, group.unshard)
             group.wait_for_unshard = partial(self._wait, group, group.wait_for_unshard)
@@ -120,7 +120,7 @@ class Residence:
             parameter.free_unsharded_param()
 
     def _is_outdated(self, group: Any) -> bool:
-        """Whether this rank's shards are others than its rows of what is kept, bit by bit."""
+        """Tells if this rank's shards differ from its rows of the kept unsharded weights, bit by bit."""
         if not _may_stay(group):
             return True
         now = _marks(group)
@@ -129,13 +129,13 @@ class Residence:
 
 
 def _may_stay(group: Any) -> bool:
-    """Whether a unit is to be kept, and its parameters are all frozen."""
+    """Tells if a unit is to be kept, and its parameters are all frozen."""
     is_resident = getattr(group, _RESIDENT, False)
     return is_resident and not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
 
 
 def _marks(group: Any) -> list[Any]:
-    """Of each shard of a unit what is another if somebody has written to it, or might have."""
+    """Marks of each shard of a unit, which are others once somebody has written to it, or might have."""
     marks = []
     for parameter in group.fsdp_params:
         sharded, rows = parameter.sharded_param, parameter._sharded_local_tensor
@@ -145,7 +145,7 @@ def _marks(group: Any) -> list[Any]:
 
 @torch.no_grad()
 def _differs(group: Any, parameter: Any) -> bool:
-    """Whether a shard has other bits than this rank's rows of what is gathered, in the precision of these."""
+    """Tells if a shard has other bits than this rank's rows of the unsharded weight, in the precision of the latter."""
     rows, shard = unsharded.own_rows(group, parameter), dtensors.local(parameter.sharded_param)
     if rows.shape != shard.shape or rows.device != shard.device:
         return True

@@ -263,7 +263,7 @@ def _measure_overlap(device: torch.device, link: Link) -> tuple[bool, tuple[str,
 
 
 def _overlapped_bytes(link: Link) -> int:
-    """Of a collective that takes about as long as computing that is tried beside it."""
+    """Bytes of a collective that takes about as long as the computing that is tried beside it."""
     fitting = (size for size in _SIZES_BYTES if link.ring_s(size, dist.get_world_size()) <= 4 * _LEAST_OVERLAP_S)
     return int(max(fitting, default=_SIZES_BYTES[0]))
 
@@ -296,7 +296,7 @@ def _beside_on_cpu(begin: Callable[[], dist.Work]) -> Callable[[int, int], float
 
 
 def _beside_on_cuda(device: torch.device) -> Callable[[int, int], float]:
-    """The same of all-gathers, in a stream of their own."""
+    """Seconds of so many all-gathers, in a stream of their own, beside so many matrix products."""
     whole, shard = _whole_and_shard(_NUM_BYTES, device)
     matrix = torch.randn(_WIDTH, _WIDTH, device=device)
     computing, gathering = torch.cuda.current_stream(device), torch.cuda.Stream(device)
