@@ -13,7 +13,7 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Contention, DeviceRates, Link, Links, UnitOverhead
-from lightning_osdp.core.plans.plan import Block, Decision, Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Cost, Decision, Option, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import (
     BlockProfile,
@@ -98,6 +98,7 @@ __all__ = [
     "ComputePrecision",
     "ConfigurationError",
     "Contention",
+    "Cost",
     "Crossing",
     "Cut",
     "Decided",
@@ -121,6 +122,7 @@ __all__ = [
     "OSDPStrategy",
     "OperatorProfile",
     "OptimizerProfile",
+    "Option",
     "ParameterProfile",
     "PeakMemory",
     "Plan",

@@ -23,6 +23,7 @@ ALLOWED = {
     ("apply/internals/dtensors.py", "_set_data"): ON_THE_DEVICE,
     ("apply/internals/unsharded.py", "report"): "for what the step before has copied to the host",
     ("apply/internals/dtensors.py", "write_rows"): "at the end of gathered(), from one place on the device to another",
+    ("apply/internals/in_flight.py", "end"): "on the CPU: only gloo's reduce-scatters end there",
     ("apply/prepare.py", "_copy_from_rank_zero"): IN_SETUP,
     ("apply/prepare.py", "_initialize"): IN_SETUP,
     ("apply/prepare.py", "_with_storage"): IN_SETUP,

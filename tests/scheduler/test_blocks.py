@@ -144,10 +144,10 @@ def test_where_activations_dominate_the_error_says_what_would_help_and_how_much(
     options = {"micro_batch_size": 8, "search_space": SearchSpace(activations=offered)}
     with pytest.raises(InfeasibleError) as caught:
         plan(deep, cluster, 1000, **options)
-    with pytest.raises(InfeasibleError, match=r"needs at least 7\.28 KiB .* Activations dominate\.$"):
+    with pytest.raises(InfeasibleError, match=r"needs at least 7\.37 KiB .* Activations dominate\.$"):
         plan(deep, cluster, 1000, **{**options, "search_space": SearchSpace(activations=every)})
     assert str(caught.value).endswith(
-        f" Activations dominate; have blocks {how}: SearchSpace(activations={every}), with which 7.28 KiB are needed."
+        f" Activations dominate; have blocks {how}: SearchSpace(activations={every}), with which 7.37 KiB are needed."
     )
 
 

@@ -498,7 +498,7 @@ both_sizes = pytest.mark.parametrize("world_size", [2, slow(4)])
 @both_sizes
 def test_plans_itself_under_a_limit_that_forces_a_mix(ranks, world_size):
     first, *others = ranks(world_size).run(plans_itself)
-    assert first["free_modes"] == {"DP"}
+    assert "DP" in first["free_modes"]  # units whose gathers hide behind computing need not be kept
     assert first["modes"] == {"DP", "ZDP"}
     assert [other["plan"] for other in others] == [first["plan"]] * (world_size - 1)
     assert first["plan"].peak_bytes <= first["limit"]
