@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_osdp.callbacks.plan_monitor import StepClock, num_samples
+from lightning_osdp.callbacks.plan_monitor import StepClock
+from lightning_osdp.profiler import samples_in
 
 
 class Device:
@@ -115,5 +116,5 @@ class Tokens:
 @pytest.mark.parametrize("kind", [dict, UserDict, Tokens])
 def test_samples_are_counted_in_batches_of_any_kind(kind):
     """A `BatchEncoding` of transformers is a UserDict."""
-    assert num_samples(kind(ids=torch.ones(3, 2))) == 3
-    assert num_samples(torch.ones(())) == 1
+    assert samples_in(kind(ids=torch.ones(3, 2))) == 3
+    assert samples_in(torch.ones(())) == 1

@@ -446,18 +446,18 @@ def reduced_by_gradients_inside():
     """How many reduce-scatters two steps have that ask for gradients of inputs, and two that do not."""
     found = []
     for make in (Adversarial, Chain):
-        reduce_scatter, calls = dist.reduce_scatter_single, []
+        all_to_all, calls = dist.all_to_all_single, []  # by which gloo reduces
 
-        def counted(calls=calls, reduce_scatter=reduce_scatter, **kwargs):
-            calls.append(kwargs)
-            return reduce_scatter(**kwargs)
+        def counted(*args, calls=calls, all_to_all=all_to_all, **kwargs):
+            calls.append(args)
+            return all_to_all(*args, **kwargs)
 
         plan = plan_with(make, "zdp")
-        dist.reduce_scatter_single = counted
+        dist.all_to_all_single = counted
         try:
             fitted(OSDPStrategy(plan=plan), make(), max_steps=2)
         finally:
-            dist.reduce_scatter_single = reduce_scatter
+            dist.all_to_all_single = all_to_all
         found.append(len(calls))
     return found
 
@@ -526,21 +526,21 @@ def apart_and_together():
 def reduced_elements():
     """Elements that reduce-scatters of a step take in with LoRA, and those of what is trained, padded to all ranks."""
     elements, world_size = [], dist.get_world_size()
-    reduce_scatter = dist.reduce_scatter_single
+    all_to_all = dist.all_to_all_single  # by which gloo reduces
 
-    def counted(**kwargs):
-        elements.append(kwargs["input"].numel())
-        return reduce_scatter(**kwargs)
+    def counted(received, whole, **kwargs):
+        elements.append(whole.numel())
+        return all_to_all(received, whole, **kwargs)
 
     module = Adapted()
     rows = [((*p.shape, 1)[0], p.shape[1:].numel()) for p in module.parameters() if p.requires_grad]
     expected = sum(-(-num_rows // world_size) * world_size * size for num_rows, size in rows)
     plan = plan_with(Adapted, "mixed")
-    dist.reduce_scatter_single = counted
+    dist.all_to_all_single = counted
     try:
         fitted(OSDPStrategy(plan=plan), module, max_steps=1)
     finally:
-        dist.reduce_scatter_single = reduce_scatter
+        dist.all_to_all_single = all_to_all
     return sum(elements), expected
 
 
