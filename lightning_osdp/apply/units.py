@@ -128,7 +128,7 @@ class ShardedUnit:
     """Modules in forward order."""
     treatment: Treatment = DP
     is_read: bool = True
-    """Whether backward reads its parameters; where it does not, it gathers none."""
+    """True where backward reads the unit's parameters; where not, backward gathers none."""
 
     @property
     def handle(self) -> Any:

@@ -29,7 +29,7 @@ class Additive:
     options: tuple[Modes, ...]
     """Modes that each unit may take, least memory first."""
     times_s: Sequence[Mapping[Treatment, float]]
-    """Per unit and mode."""
+    """Seconds of each unit in each mode."""
     constant_s: float
     """Seconds that no mode changes."""
     memory: StepMemory

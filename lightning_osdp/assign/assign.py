@@ -28,12 +28,12 @@ class Assignment:
     step_time_s: float
     peak: PeakMemory
     bound_s: float
-    """No assignment that fits by the closed form of `StepMemory` has a smaller step time."""
+    """Seconds of a step that no assignment goes below that fits by the closed form of `StepMemory`."""
     note: str = ""
 
     @property
     def gap(self) -> float:
-        """``step_time_s / bound_s - 1``."""
+        """Gap to the bound, as a fraction of it: ``step_time_s / bound_s - 1``."""
         return max(0.0, self.step_time_s / self.bound_s - 1) if self.bound_s > 0 else 0.0
 
 
@@ -71,7 +71,7 @@ def assign_modes(
 
 
 def assignment_of(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:
-    """These modes, which fit, with what they cost, bytes as simulated.
+    """Assignment of these modes, which fit, with what they cost, bytes as simulated.
 
     No other assignment is faster than ``bound_s``; None: it is as if memory were no concern.
     """

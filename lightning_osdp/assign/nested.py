@@ -54,7 +54,7 @@ class Price(NamedTuple):
     """A multiplier of one constraint; any is valid, the dual price of its relaxation cuts most."""
 
     num_units: int
-    """k: how many units the constraint is on."""
+    """k: number of units that the constraint is on."""
     s_per_byte: float
 
 
@@ -94,7 +94,7 @@ def improve(
 
 
 def _rests(menus: Sequence[Sequence[_Option]], price: Price, rooms: Sequence[float]) -> list[tuple[float, float]]:
-    """For each j: the price of what is held by then, and the bound's share of all that comes after."""
+    """Price of what is held by then, and the bound's share of all that comes after, for each j."""
     num_units, s_per_byte = price
     after_s, free_s = -s_per_byte * rooms[num_units], 0.0
     rests = []
@@ -118,7 +118,7 @@ def _extended(
     *,
     cut_s: float,
 ) -> list[_State]:
-    """All that fits and may be faster than ``cut_s``, with one more unit."""
+    """States with one more unit that fit and may be faster than ``cut_s``."""
     extended = []
     for held_bytes, before_bytes, before_s, _, path in states:
         for (prefix_bytes, window_bytes), option_s, mode in menu:

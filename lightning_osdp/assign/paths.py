@@ -41,13 +41,13 @@ _FILLER = 1e-9
 
 
 class _Detour(NamedTuple):
-    """From a reduce-scatter by way of a gather to what needs it."""
+    """Detour from a reduce-scatter by way of a gather to what needs the gather."""
 
     unit: int
     leaves: int
     """Number of the reduce-scatter, from 1."""
     returns: int
-    """Number of the first one after it is over."""
+    """Number of the first reduce-scatter after the detour is over."""
     more_s: float
     """Seconds beyond what is computed meanwhile."""
 
@@ -61,7 +61,7 @@ class Path(NamedTuple):
 
 
 class Paths:
-    """All of them for one setting, whose cluster overlaps."""
+    """Paths of one setting, whose cluster overlaps."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting, self._clock, self._options = setting, setting.costs.clock, setting.costs.menus
@@ -161,7 +161,7 @@ class Paths:
         return max(self._direct_s(self._options)) + self._clock.optimizer_s
 
     def _direct_s(self, options: Sequence[Sequence[Treatment]]) -> list[float]:
-        """For each turn, the seconds of a step's path without detours: of each unit the least of its options."""
+        """Seconds of a step's path without detours, for each turn: of each unit the least of its options."""
         more_s = [0.0] * (len(self._constants_s) + 1)
         for unit, turn in self._flattened.items():
             more_s[turn] += min(self._own_s(unit, mode) for mode in options[unit])
@@ -191,7 +191,7 @@ class Paths:
         return effects_of(mode).left_over == "all"
 
     def _num_gathers(self, mode: Treatment) -> int:
-        """How often a step gathers a unit over all ranks that is not there, whether or not forward frees it."""
+        """Number of gathers in a step over all ranks of a unit that is not there, whether or not forward frees it."""
         effects = effects_of(mode)
         if effects.sharded_over != "all" or effects.is_resident:
             return 0

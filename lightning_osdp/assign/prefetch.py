@@ -1,4 +1,4 @@
-"""Which units are gathered ahead, where memory does not suffice to gather all of them ahead.
+"""Choice of the units that are gathered ahead, where memory does not suffice to gather all of them ahead.
 
 To gather ahead takes a second buffer. Where that does not fit beside one large unit, all others may still be gathered
 ahead: a plan without that prefetch alone is nearly as fast as one with all of them. So modes are chosen in two ways:
@@ -74,7 +74,7 @@ def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -
 
 
 def _ahead_above(setting: Setting, modes: Modes, memory_limit_bytes: int) -> list[tuple[bool, int | None]]:
-    """At moments above the limit: whether backward goes on, and each unit that is there ahead; None if none is."""
+    """Pairs at moments above the limit: True in backward, and a unit that is there ahead; None where none is."""
     ahead: set[int] = set()
     above: list[tuple[bool, int | None]] = []
 

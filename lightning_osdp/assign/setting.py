@@ -53,7 +53,7 @@ class Decided:
     """Choices made of a model before the modes of its units are; a step's profile has them already."""
 
     profile: ModelProfile | None = None
-    """Before anything was chosen; None: nothing was."""
+    """Profile before anything was chosen; None: nothing was."""
     blocks: Mapping[str, str] = field(default_factory=dict)
     """Blocks that do not keep what they save -> what they do."""
     num_slices: Mapping[str, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Setting(Step):
     """A step with what may be chosen of it: what is given. `costs` has what follows."""
 
     modes: Modes = ALL_MODES
-    """That units may take; which micro-batches reduce gradients matters where there are several."""
+    """Modes that units may take; which micro-batches reduce gradients matters where there are several."""
     activations: tuple[str, ...] = (KEEP,)
     """Values of ``saves`` that units may take that are blocks."""
     decided: Decided = Decided()
@@ -79,7 +79,7 @@ class Setting(Step):
     cost_model: str = "simulate"
     """``simulate``: the step as the engine runs it. ``paper``: the sums of equation 1."""
     variants: Variants = field(default_factory=Variants, compare=False, repr=False)
-    """The settings that come of one another have it together."""
+    """Settings in other units that were made so far; shared by all settings that come of one another."""
 
     def at(self, micro_batch_size: int, num_micro_batches: int | None = None) -> Setting:
         """Setting with another micro-batch size, and another number of micro-batches."""
@@ -110,7 +110,7 @@ class Setting(Step):
         return self.variants.once(self, tuple(num_slices.items()), make)[0]
 
     def _with(self, profile: ModelProfile, **decided: Any) -> Setting:
-        """With this profile and what it has decided, which leaves nothing to choose of what blocks do."""
+        """Setting with this profile and what it has decided, which leaves nothing to choose of what blocks do."""
         found = replace(self.decided, profile=self.unchanged, **decided)
         members: dict[str, list[str]] = {}
         for unit in self.units:
@@ -238,7 +238,7 @@ class Costs:
         return (*(float(f"{seconds:.9g}") for seconds in own), *(round(num_bytes, 3) for num_bytes in held))
 
     def uniform_modes(self) -> Iterator[Modes]:
-        """Each of the modes that are offered for all units alike, as far as they may be; so people choose by hand."""
+        """Yields each mode that is offered, for all units alike as far as may be; so people choose by hand."""
 
         def of(unit: UnitProfile, options: Modes, mode: Treatment) -> Treatment:
             if unit.is_root:
@@ -292,7 +292,7 @@ class Costs:
 
     @property
     def _optimizer_s(self) -> float:
-        """The paper has no such term."""
+        """Seconds of the optimizer step; 0 in the paper's sums, which have no such term."""
         return 0.0 if self._setting.is_paper else optimizer_s(self._setting.profile, self._setting.cluster)
 
     @cached_property

@@ -32,7 +32,7 @@ class Solved(NamedTuple):
     modes: Modes
     time_s: float
     bound_s: float
-    """No modes that fit are faster; the time itself where it is proven."""
+    """Seconds that no modes that fit go below; the time itself where it is proven."""
     note: str = ""
 
 
@@ -131,7 +131,7 @@ def _knapsack(problem: Additive, k: int, room_bytes: float) -> tuple[Problem, li
 
 
 def _modes(problem: Additive, members: Sequence[Sequence[int]], solution: Solution) -> Modes:
-    """One mode per unit, as a solution says."""
+    """Modes, one per unit, as a solution says."""
     modes = [options[0] for options in problem.options]
     for units, counts in zip(members, solution.counts, strict=True):
         taken = [option for option, count in enumerate(counts) for _ in range(count)]
@@ -217,6 +217,6 @@ def _fits(before: float, after: float, slack: Sequence[float], place: int, taken
 
 
 def _slack(kept: Sequence[float], rooms: Sequence[float]) -> list[float]:
-    """For each k, the bytes that fit besides under its constraint and all later ones."""
+    """Bytes that fit besides under constraint k and all later ones, for each k."""
     left = [room - num_bytes for room, num_bytes in zip(rooms, kept, strict=True)]
     return list(accumulate(reversed(left), min))[::-1]

@@ -38,13 +38,13 @@ ANYTHING, ONE_NODE = Subject(), Subject(has_nodes=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One choice."""
+    """Choice that is made for each unit, or for each block."""
 
     name: str
     on: str
     """Subject of the choice: a ``unit``, or a ``block``."""
     values: tuple[str, ...]
-    """The one that takes least memory first."""
+    """Values of the choice, the one that takes least memory first."""
     default: str
     """Value of a treatment that does not name the axis."""
     applies: Callable[[str, Treatment, Subject], bool]
@@ -101,7 +101,7 @@ AXES: Mapping[str, Axis] = {
             applies=_keep_applies,
             by_slice=True,
         ),
-        # Which micro-batches reduce a unit's gradients: every one; every one inside of nodes and the last one between
+        # Micro-batches that reduce a unit's gradients: every one; every one inside of nodes and the last one between
         # them; or the last one, until which gradients are whole, and a unit that is kept stays unsharded.
         Axis(name="reduce", on="unit", values=("every", "node", "last"), default="every", applies=_reduce_applies),
         # Fate of the tensors that a block saves for backward: dropped, with the block's inputs on the host, and
@@ -115,7 +115,7 @@ AXES: Mapping[str, Axis] = {
         ),
     )
 }
-"""By name, in the order in which they are decided: rules may ask for what comes before."""
+"""Axes by name, in the order in which they are decided: rules may ask for what comes before."""
 
 
 class Treatment(Mapping[str, str]):
@@ -182,11 +182,11 @@ class Treatment(Mapping[str, str]):
 
     @property
     def of_all_slices(self) -> Treatment:
-        """Its part in which the slices of one operator must agree."""
+        """Part of the treatment in which the slices of one operator must agree."""
         return self.only(*(name for name, axis in AXES.items() if not axis.by_slice))
 
     def on(self, subject: str) -> Treatment:
-        """Its part that is about a ``unit``, or about a ``block``."""
+        """Part of the treatment that is about a ``unit``, or about a ``block``."""
         return self.only(*(name for name, axis in AXES.items() if axis.on == subject))
 
     def but(self, **changed: str) -> Treatment:
@@ -235,11 +235,11 @@ RESIDENT = Treatment(keep="always")
 ``set_reshard_after_backward(False)`` for ever."""
 
 HSDP = Treatment(home="node")
-"""As ZDP among the ranks of a node, replicated across nodes: ``HYBRID_SHARD``, or ``fully_shard`` on a mesh of nodes
+"""ZDP among the ranks of a node, replicated across nodes: ``HYBRID_SHARD``, or ``fully_shard`` on a mesh of nodes
 and ranks of a node."""
 
 HDP = Treatment(home="node", keep="whole")
-"""As DP among the ranks of a node, replicated across nodes: ``_HYBRID_SHARD_ZERO2``."""
+"""DP among the ranks of a node, replicated across nodes: ``_HYBRID_SHARD_ZERO2``."""
 
 NAMED_MODES: Mapping[str, Treatment] = {
     "ZDP": ZDP,
@@ -306,4 +306,4 @@ def treatments_of(subject: Subject) -> tuple[Treatment, ...]:
 
 
 ALL_MODES = modes_of()
-"""Each of `MODES` with every choice of micro-batches that reduce."""
+"""Treatments of all `MODES`, with every choice of micro-batches that reduce."""

@@ -95,7 +95,7 @@ class UnitOverhead:
     seconds_per_byte: float = 0.0
     """Seconds per byte of gathered parameters, or of their gradients."""
     seconds_per_tensor: float = 0.0
-    """Each parameter has views, or a gradient, of its own."""
+    """Seconds per parameter, each of which has views, or a gradient, of its own."""
 
     def seconds(self, num_bytes: float, num_tensors: int) -> float:
         """Seconds of this part, once."""
@@ -104,7 +104,7 @@ class UnitOverhead:
 
 @dataclass(frozen=True, kw_only=True)
 class Contention:
-    """How computing and a collective that runs beside it slow each other down; 1 on both sides: not at all.
+    """Slowdown of computing, and of a collective that runs beside it, by each other; 1 on both sides: none.
 
     Raises:
         ConfigurationError: a factor is below 1.
@@ -140,11 +140,11 @@ class Cluster(Stored):
     waits_for: tuple[str, ...] = ()
     """Kinds of collectives, by event, that the host waits for although others run beside computing."""
     has_streams: bool = True
-    """The device has streams, in which synchronous all-gathers begin by themselves; on CPU the host waits for them."""
+    """True if the device has streams, where synchronous all-gathers begin by themselves; on CPU the host waits."""
     contention: Contention = field(default_factory=Contention)
     """Slowdown of computing and collectives that overlap."""
     reduce_scatter_copies: bool = True
-    """A reduce-scatter of the backend holds a copy of its input, as gloo's does."""
+    """True if a reduce-scatter of the backend holds a copy of its input, as gloo's does."""
     host_copy_s_per_byte: float = 0.0
     """Seconds per byte that is copied to host memory, or back; on CPU of a copy in memory."""
     host_copies_overlap: bool = False

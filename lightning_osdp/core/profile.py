@@ -49,7 +49,7 @@ class ParameterProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerProfile:
-    """The optimizer step."""
+    """Seconds and temporaries of the optimizer step."""
 
     s_per_element: float = 0.0
     """Seconds per trainable element of the shard that this rank updates."""
@@ -67,7 +67,7 @@ class OptimizerProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How an operator can be split into slices that are computed one after the other; bytes are of one of its calls."""
+    """Cut of an operator into slices that are computed one after the other; bytes are of one of its calls."""
 
     num_features: int
     """Length of the dimension that is cut: the most slices there can be."""
@@ -108,18 +108,18 @@ class OperatorProfile:
     optimizer_bytes: int
     """State that the user's optimizer keeps for the trainable parameters."""
     is_read: bool = True
-    """Whether backward reads the parameters: not where nothing saves them, as of an embedding, or of a Linear whose
+    """True where backward reads the parameters: not where nothing saves them, as of an embedding, or of a Linear whose
     input needs no gradient."""
     parameters: tuple[ParameterProfile, ...] = ()
     """Parameters that make up the bytes. Without them paddings and the bytes of a single rank are not known."""
     dtype: str = "float32"
     """Dtype of the parameters at rest: a unit holds one dtype only. Several dtypes are separated by commas."""
     signature: str = ""
-    """Equal operators (class, shapes, inputs) share one signature."""
+    """Text that equal operators (class, shapes, inputs) share."""
     stands_alone: bool = False
     """True: the operator is a unit of its own in any partition, as batch normalisation under mixed precision."""
     cut: Cut | None = None
-    """None: the operator cannot be split."""
+    """Cut of the operator into slices; None where it cannot be split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class BlockProfile:
     rerun_s: Affine = ZERO
     """Seconds of the block's forward."""
     reruns_early: bool = False
-    """See `Rerun`."""
+    """Value of `Rerun.is_early` where the block runs again."""
     copied_bytes: Mapping[str, Affine] = field(default_factory=dict)
     """Bytes that go to host memory in forward and come back in backward, by choice."""
     borrowed_bytes: Affine = ZERO
@@ -200,9 +200,9 @@ class ModelProfile(Stored):
     """One model under one training step, with all that is needed to plan it for any number of ranks."""
 
     operators: tuple[OperatorProfile, ...]
-    """In the order of their first calls, each once."""
+    """Operators in the order of their first calls, each once."""
     segments: tuple[Segment, ...]
-    """In forward order; the last one is the loss."""
+    """Segments in forward order; the last one is the loss."""
     spans: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
     """Module -> its calls, for every module but the root that may be a unit."""
     blocks: tuple[BlockProfile, ...] = ()

@@ -28,7 +28,7 @@ class UnitProfile:
     modules: tuple[str, ...] = ()
     """Modules that are one unit together, in forward order; empty where the unit is just the module of its name."""
     is_read: bool = True
-    """Whether backward reads its parameters, and so gathers it."""
+    """True where backward reads the unit's parameters, and so gathers the unit."""
     block: BlockProfile | None = None
     """Unit's module as a block, whose activations are chosen with the unit's modes; None where the module is no block
     or other units lie inside."""

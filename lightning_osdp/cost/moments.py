@@ -84,7 +84,7 @@ def _events(
 
 
 class _Freed:
-    """How many units, in `leaving_order`, lie before the last one that is freed between its forward and its backward.
+    """Number of units, in `leaving_order`, before the last one that is freed between its forward and its backward.
 
     These are all freed but where a block is run again: it has one of its units gathered before those that follow.
     """
@@ -96,7 +96,7 @@ class _Freed:
         self._through: set[int] = set()
 
     def read(self, event: Event) -> None:
-        """One more event of a micro-batch."""
+        """Reads one more event of a micro-batch."""
         place = self._places.get(event.of)
         if place is None:
             return

@@ -90,9 +90,9 @@ class Held(NamedTuple):
     """Bytes that a unit holds beyond those of one that is ZDP and reduces its gradients in every micro-batch."""
 
     prefix_bytes: float
-    """From where forward has left it to where backward comes back to it."""
+    """Bytes from where forward has left the unit to where backward comes back to the unit."""
     window_bytes: float
-    """From one micro-batch to the next, all the time."""
+    """Bytes all the time, from one micro-batch to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ class StepMemory:
     node_size: int = 1
     """Ranks of a node, in each of which an hpZ unit leaves P / node_size."""
     states_bytes: tuple[float, ...] = ()
-    """By unit, in the order of all units: bytes of its shard, state and reduced gradient that a rank holds beyond those
-    of ZDP where it is sharded in the node; empty where none may be."""
+    """Bytes of each unit's shard, state and reduced gradient that a rank holds beyond those of ZDP where the unit is
+    sharded in the node, in the order of all units; empty where none may be."""
 
     @cached_property
     def places(self) -> Mapping[int, int]:
@@ -124,7 +124,7 @@ class StepMemory:
 
     @cached_property
     def _held(self) -> list[dict[Treatment, Held]]:
-        """By place, what was asked for before."""
+        """Answers of `held` so far, by place."""
         return [{} for _ in self.order]
 
     def held(self, place: int, mode: Treatment) -> Held:
@@ -162,7 +162,7 @@ class StepMemory:
         return self.states_bytes[unit] if self.states_bytes and effects_of(mode).sharded_over != "all" else 0.0
 
     def kept_bytes(self, modes: Sequence[Treatment]) -> list[float]:
-        """For k = 0, 1, ...: bytes that units hold with these modes, one per unit, when the first k are freed."""
+        """Bytes that units hold with these modes, one per unit, when the first k are freed, for k = 0, 1, ..."""
         held = [self.held(place, modes[unit]) for place, unit in enumerate(self.order)]
         roots = set(range(len(modes))).difference(self.order)
         always = sum(each.window_bytes for each in held)
@@ -170,7 +170,7 @@ class StepMemory:
         return list(accumulate((each.prefix_bytes for each in held), initial=always))
 
     def room_bytes(self, memory_limit_bytes: int) -> list[float]:
-        """For k = 0, 1, ...: bytes that units may hold; never falling with k, for what they hold never does.
+        """Bytes that units may hold, for k = 0, 1, ...; never falling with k, for what they hold never does.
 
         Modes fit where ``kept_bytes(modes)[k]`` is at most that for every k, and the optimizer step does.
         """
@@ -302,7 +302,7 @@ def _may(unit: UnitProfile, choice: str) -> bool:
 
 
 def _saved_beyond(unit: UnitProfile, activations: Sequence[str], micro_batch_size: int) -> dict[str, float]:
-    """By choice, what the unit saves beyond the one that saves least; empty where it has one choice only."""
+    """Bytes that the unit saves beyond the choice that saves least, by choice; empty where it has one choice only."""
     choices = [choice for choice in activations if choice == KEEP or _may(unit, choice)]
     if len(choices) < 2:
         return {}

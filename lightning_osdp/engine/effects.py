@@ -58,7 +58,7 @@ class Effects:
         return self.reductions[0] != self.reductions[1]
 
     def counts(self, unit: UnitProfile | None = None, *, num_micro_batches: int = 1) -> Mapping[Kind, int]:
-        """How often each collective is issued in an optimizer step, and gradients are left whole, by kind of event.
+        """Number of times that an optimizer step issues each collective, or leaves gradients whole, by kind of event.
 
         A unit is gathered at each call in forward, and at each that backward comes to: less those that find it there.
         One that is kept is there at all calls in forward, and at the first that backward comes to; after that nothing
@@ -117,7 +117,7 @@ def _overheads(effects: Effects, num_calls: int, num_reached: int, num_micro_bat
 
 
 def num_all_gathers(counts: Mapping[Kind, int]) -> int:
-    """All-gathers over whatever ranks, of `Effects.counts`."""
+    """Number of all-gathers, over whatever ranks, among `Effects.counts`."""
     return sum(number for kind, number in counts.items() if kind in GATHERS)
 
 

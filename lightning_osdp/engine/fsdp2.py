@@ -36,7 +36,7 @@ class FSDP2:
     """
 
     backward_prefetch: str = "pre"
-    """When backward gathers the unit that comes next: one of `PREFETCH_CHOICES`; or ``auto``: that is to be chosen."""
+    """Moment at which backward gathers the unit that comes next: one of `PREFETCH_CHOICES`; ``auto``: to be chosen."""
     forward_prefetch: bool | Auto = False
     """True if forward gathers the next unit before one runs; or ``auto``."""
     asynchronous_unshard: bool = True
@@ -53,7 +53,7 @@ class FSDP2:
             raise ConfigurationError(f"backward_prefetch must be one of {choices}, got {self.backward_prefetch!r}.")
 
     def alternatives(self, *, overlaps: bool, has_streams: bool = True) -> tuple[Self, ...]:
-        """With every setting that may be best; itself where nothing is left to choose.
+        """Engines with every setting that may be best; this one alone where nothing is left to choose.
 
         With asynchronous unsharding and all units gathered ahead; or with synchronous, if forward is to be chosen.
         Synchronous all-gathers begin by themselves while forward computes, a unit earlier, and hold one more buffer:
@@ -85,12 +85,12 @@ class FSDP2:
         )
 
     def gathering_late(self, forward: Sequence[str], backward: Sequence[str]) -> Self:
-        """With these units, by name, not gathered ahead in forward, and those not in backward."""
+        """Engine with units, by name, that are not gathered ahead in forward, and others that are not in backward."""
         return replace(self, late_forward=tuple(forward), late_backward=tuple(backward))
 
     @property
     def all_ahead(self) -> Self:
-        """With all units gathered ahead where any are."""
+        """Engine with all units gathered ahead where any are."""
         return self.gathering_late((), ())
 
     @property

@@ -1,4 +1,4 @@
-"""How ``fully_shard`` lays units out on the ranks: bytes to the element, paddings included.
+"""Layout of the units of ``fully_shard`` on the ranks: bytes to the element, paddings included.
 
 Each parameter is cut along its first dimension into chunks of
 
@@ -30,7 +30,7 @@ _MOST_KNOWN = 2**14
 
 @dataclass(frozen=True, kw_only=True)
 class UnitBytes:
-    """One unit on one rank."""
+    """Bytes of one unit on one rank."""
 
     shard: float
     """Parameters at rest."""
@@ -61,7 +61,7 @@ class UnitBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """All units on one rank."""
+    """Bytes of all units on one rank."""
 
     units: tuple[UnitBytes, ...]
     optimizer_state: float

@@ -80,13 +80,13 @@ REDUCTIONS_IN_FLIGHT = 1
 """Reduce-scatters that may go on while backward computes: the next one's gradients are not copied before."""
 
 BLOCKS_IN_FLIGHT = 2
-"""As many blocks are on the device at most because they are on their way to the host or back, where copies go on beside
+"""Most blocks that are on the device because they are on their way to the host or back, where copies go on beside
 computing: the one that runs, and its neighbour. In forward that is the one before, whose copies end meanwhile; in
 backward the one that comes next, whose copies begin."""
 
 
 def in_flight_bytes(cluster: Cluster, copied: Iterable[float]) -> float:
-    """Most that is on the device because of `BLOCKS_IN_FLIGHT`; nothing where copies hold up computing."""
+    """Most bytes that are on the device because of `BLOCKS_IN_FLIGHT`; none where copies hold up computing."""
     return sum(sorted(copied)[-BLOCKS_IN_FLIGHT:]) if cluster.host_copies_overlap else 0.0
 
 
@@ -156,7 +156,7 @@ class LiveParts:
         self._readers: dict[str, Callable[[int], None]] = {kind: getattr(self, f"_{kind}") for kind in get_args(Kind)}
 
     def begin_micro_batch(self) -> None:
-        """Forward comes."""
+        """Begins a micro-batch, with its forward."""
         self.is_in_backward = self.is_over = False
         self.received = 0.0
         self._send(0.0)
@@ -241,7 +241,7 @@ class LiveParts:
         self.buffers += num_bytes
 
     def _free(self, unit: int) -> None:
-        """At the end of backward that may be one that is not there."""
+        """Frees a unit; at the end of backward the unit may not be there."""
         if unit in self.whole:
             self.whole.remove(unit)
             self._add("gathered parameters", -self.sizes[unit].gathered)
@@ -322,11 +322,11 @@ class LiveParts:
             self._add("reduced gradients", self.sizes[unit].reduced)
 
     def _all_reduce(self, unit: int) -> None:
-        """In place; what micro-batches before have left was added to it."""
+        """All-reduces gradients in place; gradients that micro-batches before have left were added to them."""
         self._add("accumulated gradients", -self.partial.pop(unit, 0.0))
 
     def _scatter_in_node(self, unit: int) -> None:
-        """Its result is kept for the last micro-batch, or added to that of earlier ones."""
+        """Reduces gradients in the node; the result is kept for the last micro-batch, or added to earlier results."""
         self._scatter(unit, casts=False)
         if unit not in self.partial:
             self.partial[unit] = self.sizes[unit].scattered

@@ -109,7 +109,7 @@ class Host:
         self.trained_from = self.units[0].trained_from
         self.late = {unit for unit in self.order if self.units[unit].name in self.late_backward}
         self.returns: list[list[tuple[int, bool]]] = [[] for _ in range(self.num_segments)]
-        """By segment, the units with a call of which backward is through then, and whether that is their last one."""
+        """Units of which backward leaves a call, by segment, each with True where that is its last call."""
         self.at_the_end: list[int] = []
         """Units that are freed and reduced at the end of backward, in order."""
         self.comes_back: set[int] = set()
@@ -181,12 +181,12 @@ class Host:
         self.free(unit)
 
     def run(self, kind: Kind, of: int) -> None:
-        """An event that comes whatever the effects."""
+        """Appends an event that comes whatever the effects."""
         self.turn += 1
         self.note(kind, of)
 
     def forward(self) -> None:
-        """All of it, the loss included."""
+        """Appends the events of forward, the loss included."""
         for unit in self.root:
             self.need(unit)
         for segment in range(self.num_segments):
@@ -204,7 +204,7 @@ class Host:
             self.run("zero", 0)
 
     def backward(self) -> None:
-        """All of it."""
+        """Appends the events of backward."""
         if self.backward_prefetch == "pre":
             self.gather_before(len(self.order))
         for segment in range(self.num_segments - 1, -1, -1):
@@ -221,7 +221,7 @@ class Host:
             self.reduce(unit)
 
     def gather_before(self, place: int) -> None:
-        """The prefetch of backward."""
+        """Gathers the unit before this place ahead, as backward's prefetch."""
         if place > 0:
             unit = self.order[place - 1]
             if unit in self.comes_back & self.read and unit not in self.late and unit not in self.reached:
@@ -267,14 +267,14 @@ class Host:
             self.run("rerun", segment)
 
     def leave(self, unit: int) -> None:
-        """Backward is through with a call of it."""
+        """Ends backward of one call of a unit."""
         self.turn += 1
         if unit not in self.resident and (self.is_last or not self.effects[unit].stays):
             self.free(unit)
             self.retained.discard(unit)
 
     def reduce(self, unit: int) -> None:
-        """Backward is through with it."""
+        """Ends backward of a unit, whose gradients are then reduced or kept."""
         self.run("flatten", unit)
         self.leave(unit)
         self.turn += 1
@@ -289,7 +289,7 @@ def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
 
 
 def gathered_ahead(units: Sequence[UnitProfile], num_segments: int) -> list[list[int]]:
-    """For each segment, the unit that ``forward_prefetch`` has gathered by then: the next one of forward."""
+    """Units that ``forward_prefetch`` has gathered by each segment: the next one of forward."""
     first_at: dict[int, int] = {}  # segment -> the outermost unit that begins with it
     for index in range(len(units) - 1, -1, -1):
         if not units[index].is_root:

@@ -44,11 +44,11 @@ class Machine:
     host: Interconnect
     """Link to the memory of the host."""
     network: Interconnect | None
-    """All ports of a node together; None with one node."""
+    """Link of all ports of a node together; None with one node."""
 
     @classmethod
     def parse(cls, text: str) -> Machine:
-        """A machine from a text.
+        """Reads a machine from a text.
 
         Args:
             text: ``8 h100-sxm``; with several nodes ``4x8 h100-sxm, 400gbit``, where the rate is that of all ports of a

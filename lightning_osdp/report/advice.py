@@ -99,10 +99,10 @@ class _Case:
 
 
 class _Move(NamedTuple):
-    """Something that is kept for the sake of time."""
+    """Change by which a unit or a block keeps more for the sake of time."""
 
     changed: Unit | Block
-    """As it would be; a block would keep what it saves."""
+    """Unit or block as it would be; a block would keep what it saves."""
     bytes_per_s: float
 
 
@@ -157,7 +157,7 @@ def _loss_in_chunks(case: _Case) -> Iterator[Advice]:
 
 
 def in_chunks(profile: ModelProfile) -> ModelProfile:
-    """As if the loss, and the output of the last operator, were computed in chunks, one alive at a time."""
+    """Profile as if the loss, and the output of the last operator, were computed in chunks, one alive at a time."""
     if len(profile.segments) < 2:
         return profile
     *before, last, loss = profile.segments
@@ -186,7 +186,7 @@ def in_chunks(profile: ModelProfile) -> ModelProfile:
 
 
 def _given_blocks(case: _Case) -> Iterator[Advice]:
-    """Where blocks recompute though there is room for what they save."""
+    """Advice where blocks recompute though there is room for what they save."""
     if not case.plan.given_blocks:
         return
     space = replace(case.plan.search_space, activations=("keep", "recompute"))
@@ -203,7 +203,7 @@ def _given_blocks(case: _Case) -> Iterator[Advice]:
 
 
 def _recompute(case: _Case) -> Iterator[Advice]:
-    """Where activations take most of the memory, and no block was able to recompute them."""
+    """Advice where activations take most of the memory, and no block was able to recompute them."""
     activations = case.step.peak.parts.get("activations", 0) / case.step.peak.peak_bytes
     is_offered = "recompute" in case.plan.search_space.activations
     can = any("recompute" in block.segments for block in case.profile.blocks)
@@ -246,7 +246,7 @@ def _other_micro_batches(case: _Case) -> Iterator[Advice]:
 
 
 def _larger_micro_batch(case: _Case) -> Iterator[Advice]:
-    """More samples in a step: twice as many, or twice that, as far as they fit."""
+    """Advice to take more samples in a step: twice as many, or twice that, as far as they fit."""
     size, number = case.plan.micro_batch_size, case.plan.num_micro_batches
     best = _best(case, ((size * 2**power, number) for power in range(1, _MOST_DOUBLINGS)))
     if best is not None and best.saves >= WORTH_ANOTHER_BATCH:

@@ -31,7 +31,7 @@ class Alternative:
     modes: tuple[str, ...]
     """Modes of the unit, one per slice."""
     sync: str
-    """Which micro-batches reduce the unit's gradients: ``every`` or ``last``."""
+    """Micro-batches that reduce the unit's gradients: ``every`` or ``last``."""
     activations: str
     """Value of ``saves`` of the operator's block, one of `ACTIVATION_CHOICES`."""
     step_time_s: float
@@ -55,7 +55,7 @@ class Alternatives:
     """Module around the operator that may recompute or offload; the empty string where there is none."""
     planned: Alternative
     others: tuple[Alternative, ...]
-    """Fastest first."""
+    """Alternatives to the planned one, the fastest first."""
 
     def why(self) -> str:
         """One sentence: what speaks against the others."""
@@ -158,7 +158,7 @@ def _treatments(plan: Plan, unit: Unit, profile: ModelProfile, cluster: Cluster)
 
 
 def _keeping(planned: tuple[Treatment, ...], shared: Treatment, num_kept: int) -> tuple[Treatment, ...]:
-    """So many slices kept: of the planned ones the first, and then of the others the first."""
+    """Treatments with so many slices kept: of the planned ones the first, and then of the others the first."""
     kept_first = sorted(range(len(planned)), key=lambda index: not effects_of(planned[index]).is_kept)
     freed, kept = freed_and_kept(shared)
     return tuple(kept if index in kept_first[:num_kept] else freed for index in range(len(planned)))

@@ -26,7 +26,7 @@ class Case:
     micro_batch_size: int
     num_micro_batches: int
     plan: Plan | None
-    """None: nothing fits."""
+    """Best plan; None where nothing fits."""
     why_not: str = ""
     """Text of the error that says what would fit."""
 
@@ -99,7 +99,7 @@ class Price:
 
     more_bytes: int
     step_time_s: float
-    """Under the limit as it is."""
+    """Seconds of an optimizer step under the limit as it is."""
     with_more_s: float
     saves: float
     """Fraction of the step time."""

@@ -52,7 +52,7 @@ class Difference:
     settings: Mapping[str, tuple[Any, Any]]
     """Settings of prefetching, and of the search, that differ."""
     numbers: Mapping[str, tuple[float, float]]
-    """`NUMBERS` of both."""
+    """Values of `NUMBERS` in both plans."""
 
 
 def compare_plans(before: Plan, after: Plan) -> Difference:

@@ -56,7 +56,7 @@ LIMIT_COLOUR = "#B34700"
 FAR = 1.8
 """A limit so many times the peak or more is told in words: drawn to scale it would squeeze the rest."""
 MOST_MOMENTS = 600
-"""More than these are not told apart on the page: of each few neighbours the largest is drawn."""
+"""Moments up to which each is drawn: more are not told apart, and of each few neighbours the largest is drawn."""
 MOST_OUTLINED = 150
 """Units up to which each is outlined: of more, the outlines would be all that one sees."""
 NAMED_SHARE = 0.013
@@ -152,7 +152,7 @@ def _units(plan: Plan) -> list[Unit]:
 
 
 def _draw_units(axes: Axes, plan: Plan) -> None:
-    """One box for each unit; where its slices differ, one above the other."""
+    """Draws a box for each unit, divided into its slices, one above the other, where they differ."""
     from matplotlib.patches import Patch
 
     units, total = _units(plan), sum(unit.parameter_bytes for unit in plan.units)
@@ -182,7 +182,7 @@ def _draw_units(axes: Axes, plan: Plan) -> None:
 
 
 def _choices(unit: Unit, plan: Plan) -> list[str]:
-    """Which of `HATCHES` blocks in it have."""
+    """Choices of `HATCHES` that blocks inside the unit have."""
     inside = [
         block.activations
         for block in plan.blocks

@@ -123,7 +123,7 @@ def comparison_table(
 
 
 def _steps(numbers: Sequence[int]) -> str:
-    """Which steps a peak is of: ``(steps 3 to 5, 17)``."""
+    """Text of the steps that a peak is of: ``(steps 3 to 5, 17)``."""
     if not numbers:
         return ""
     runs: list[list[int]] = []

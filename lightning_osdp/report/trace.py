@@ -82,7 +82,7 @@ def chrome_trace(plan: Plan, profile: ModelProfile, cluster: Cluster) -> dict[st
 
 @dataclass(frozen=True)
 class _Drawn:
-    """All micro-batches, with the steady one in place of those that were not simulated."""
+    """Events and memory of all micro-batches, with the steady one in place of those that were not simulated."""
 
     intervals: tuple[Interval, ...]
     memory: tuple[tuple[float, dict[str, float]], ...]

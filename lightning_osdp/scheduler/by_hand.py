@@ -50,7 +50,7 @@ class HandMade:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Its fields by name."""
+        """Fields of the configuration by name."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @property

@@ -20,7 +20,7 @@ class _Move:
 
     @property
     def price(self) -> float:
-        """Seconds for a byte."""
+        """Seconds lost for each byte that is freed."""
         return self.lost_s / self.freed_bytes if self.freed_bytes > 0 else float("inf")
 
 
@@ -113,5 +113,5 @@ def _predicted(plan: Plan, lower: Plan, freed_bytes: float, lost_s: float) -> Pl
 
 
 def _without_peak(plan: Plan) -> Plan:
-    """Without the details of a peak that is no longer where it was."""
+    """Plan without the details of a peak that is no longer where it was."""
     return replace(plan, peak_phase="", peak_operator="", peak_parts={}, evaluation_peak_bytes=0)

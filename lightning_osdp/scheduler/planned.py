@@ -111,7 +111,7 @@ def _menu(slices: Sequence[Mapping[Treatment, tuple[float, float]]]) -> tuple[Op
 
 
 def _prices(setting: Setting, modes: Modes) -> Iterator[dict[Treatment, tuple[float, float]]]:
-    """For each unit, what it could be: seconds of a step with all other units in these modes, and bytes that it holds.
+    """Yields what each unit could take: seconds of a step with all other units in these modes, and bytes that it holds.
 
     Where communication overlaps computing, one unit of each kind is treated otherwise and the step simulated; where
     that would take too long, seconds are those of the unit if nothing overlaps.

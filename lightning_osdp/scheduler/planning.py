@@ -1,4 +1,4 @@
-"""From a profile and a cluster to a plan."""
+"""Planning: a plan is made from a profile and a cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMethod:
-    """How plans are searched and judged.
+    """Method by which plans are searched and judged.
 
     Raises:
         ConfigurationError: no such solver or cost model.
@@ -52,7 +52,7 @@ class PlanMethod:
 
 
 def method_of(plan: Plan) -> PlanMethod:
-    """How a plan was searched and judged; the default solver where it was not searched."""
+    """Method by which a plan was searched and judged; with the default solver where the plan was not searched."""
     return PlanMethod(
         search=plan.solver or PlanMethod().search, cost_model=plan.cost_model, blocks=plan.given_blocks or None
     )
@@ -192,7 +192,7 @@ def _plan(best: Candidate, sweep: Sweep, most_samples_per_s: float) -> Plan:
 
 
 def _how(plain: Setting, modes: Modes, setting: Setting) -> str:
-    """In what plain FSDP differs from what one would have without choosing."""
+    """Differences of plain FSDP from what one would have without choosing."""
     workload, num_micro_batches = plain.workload, plain.workload.num_micro_batches
     told = []
     if workload != setting.workload:

@@ -23,7 +23,7 @@ MOST_TRIED = 256
 
 
 class Tried(NamedTuple):
-    """One setting."""
+    """Setting that was tried."""
 
     structure: str
     num_units: int
@@ -143,14 +143,14 @@ STRUCTURES = (
     Structure("slices", slices, _may_be_faster),
     Structure("slices inside of blocks that save less", slices_inside_of_saving_blocks, _may_be_faster),
 )
-"""In the order in which they are tried."""
+"""Structures in the order in which they are tried."""
 
 SMALLER = (STRUCTURES[2], STRUCTURES[4], STRUCTURES[5])
 """Structures that may take fewer bytes than a unit for each operator, in the order in which they are tried."""
 
 
 def all_blocks(setting: Setting, choice: str) -> dict[str, str]:
-    """All blocks that may save less in this way; none where that is what they do by themselves."""
+    """Choices of all blocks that may save less in this way; none where that is what they do by themselves."""
     if setting.is_paper or not Treatment(saves=choice):
         return {}
     return {block.name: choice for block in setting.profile.blocks if choice in block.segments}

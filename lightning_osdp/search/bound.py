@@ -44,11 +44,11 @@ class Relaxation:
     """The LP's optimum, and what was computed on the way to it."""
 
     bound_s: float
-    """No assignment is faster."""
+    """Seconds that no assignment goes below."""
     price: float
     """Seconds that one more byte of budget would save."""
     frontiers: tuple[list[int], ...]
-    """Per group, the indices of its choices that none dominates, by rising memory."""
+    """Indices of the choices that none dominates, by rising memory, per group."""
     steps: list[Step]
     """Steps of all groups by falling rate; a group's own steps in their order."""
 

@@ -44,7 +44,7 @@ class CoreGroup(NamedTuple):
     group: int
     """Position in ``Problem.groups``."""
     options: list[Option]
-    """By rising cost, the base itself left out."""
+    """Options by rising cost, the base itself left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Core:
     """Rest that remains to be searched."""
 
     base: tuple[int, ...]
-    """Per group of the problem, the choice that its members take unless an option says otherwise."""
+    """Choice that members take unless an option says otherwise, per group of the problem."""
     base_s: float
     left_bytes: float
     """Budget that the base leaves over; negative where it overdraws."""

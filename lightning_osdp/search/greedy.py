@@ -50,7 +50,7 @@ def assign_greedily(problem: Problem, relaxation: Relaxation) -> list[list[int]]
 
 
 def reduced_costs(problem: Problem, relaxation: Relaxation, group: int) -> dict[int, float]:
-    """Per choice on the group's frontier, the seconds that taking it costs beyond the LP's price of its memory."""
+    """Seconds that each choice on the group's frontier costs beyond the best one, with memory at the LP's price."""
     choices = problem.groups[group].choices
     priced = {
         index: choices[index].time_s + relaxation.price * choices[index].memory_bytes
@@ -79,7 +79,7 @@ def _take_steps(problem: Problem, relaxation: Relaxation) -> list[list[int]]:
 
 
 class _Move(NamedTuple):
-    """One member changes its choice."""
+    """Change of one member's choice."""
 
     extra_bytes: float
     saved_s: float
@@ -161,7 +161,7 @@ def _best_exchange(
 
 
 def _two_best_so_far(upgrades: list[_Move], counts: list[list[int]]) -> Iterator[tuple[_Move, ...]]:
-    """For each prefix of the upgrades, the one that saves most, and the best one of any other member."""
+    """Yields the upgrade that saves most in each prefix of the upgrades, and the best one of any other member."""
     best: tuple[_Move, ...] = ()
     for upgrade in upgrades:
         candidates = [upgrade, *best]

@@ -93,7 +93,7 @@ class Solution:
     """A feasible assignment with its certificate: no solution takes less than ``bound_s``."""
 
     counts: tuple[tuple[int, ...], ...]
-    """Per group, how many members take each choice; aligned with ``Problem.groups`` and ``Group.choices``."""
+    """Numbers of members that take each choice, per group; aligned with ``Problem.groups`` and ``Group.choices``."""
     time_s: float
     memory_bytes: float
     bound_s: float
@@ -105,7 +105,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """No assignment is faster by more than this fraction: ``time_s / bound_s - 1``."""
+        """Gap to the bound, as a fraction of it: ``time_s / bound_s - 1``; no assignment is faster by more."""
         return self.time_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
 
 

@@ -54,7 +54,7 @@ class StepClock:
         self.profile, self.cluster, self.engine = step.profile, step.cluster, engine
         self.num_micro_batches = step.workload.num_micro_batches
         self.optimizer_s = optimizer_s(step.profile, step.cluster)
-        """Where all units are sharded over all ranks; no modes take less."""
+        """Seconds of the optimizer step where all units are sharded over all ranks; no modes take less."""
         self.durations = durations_of(step, engine)
         self.units, self.micro_batch_size = step.units, step.workload.micro_batch_size
         self._step = step
@@ -64,7 +64,7 @@ class StepClock:
         self._learn({FREED})
 
     def step(self, modes: Sequence[Treatment]) -> StepTime:
-        """One optimizer step with these modes, one per unit."""
+        """Goes through one optimizer step with these modes, one per unit."""
         if not self._number_of.keys() >= (different := set(modes)):
             found = dict(zip(different, effects_in(self._step, [*different]), strict=True))
             self._learn(found.values())

@@ -23,21 +23,21 @@ from lightning_osdp.simulation.timeline import COMMUNICATION, Durations, Timelin
 
 @dataclass(eq=False, slots=True)
 class _Collective:
-    """One that was issued."""
+    """Collective that was issued."""
 
     event: Event
     micro_batch: int
     left_s: float
     """Seconds that are left of it if nothing runs beside it."""
     after: _Collective | None
-    """Another communicator's, which it waits for."""
+    """Collective of another communicator, which this one waits for."""
     start_s: float | None = None
     end_s: float | None = None
-    """None: it is not done."""
+    """Time at which it was done; None while it is not."""
 
 
 class ContendedTimeline(Timeline):
-    """As `Timeline` where communication overlaps computing, and each slows the other down."""
+    """Timeline where communication overlaps computing, and each slows the other down."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class ContendedTimeline(Timeline):
         self._gathers: dict[int, _Collective] = {}
         """Unit -> its latest gather."""
         self._reduce_scatter: _Collective | None = None
-        """The latest one."""
+        """Latest reduce-scatter; None before the first."""
         self._busy_since_s = 0.0
-        """From when to `compute_s` the device computed without a break."""
+        """Time from which to `compute_s` the device computed without a break."""
 
     @property
     def now_s(self) -> float:
-        """When everything issued so far is done, if nothing more is computed beside it."""
+        """Time at which everything issued so far is done, in seconds, if nothing more is computed beside it."""
         left_s = (sum(each.left_s for each in queue) for queue in self._queues.values())
         return self.compute_s + max(left_s)
 
     def _communicate(self, event: Event, micro_batch: int, may_start_s: float) -> float:
-        """When it is done, as far as that is known; the rest is in the queues."""
+        """Issues a collective; returns the time of its end, infinite where the queues have yet to show it."""
         kind, of = event
         operation, _, link = COLLECTIVES[kind]
         queue = self._queues[link]
@@ -167,7 +167,7 @@ class ContendedTimeline(Timeline):
             self._running.sort(key=attrgetter("left_s"))
 
     def _pass(self, seconds: float, slowdown: float) -> None:
-        """So many seconds go by, no more than the first that runs takes with this slowdown."""
+        """Lets so many seconds go by, no more than the first collective that runs takes with this slowdown."""
         self.compute_s += seconds
         first, worked_s = self._running[0], seconds / slowdown
         is_first_done = seconds == first.left_s * slowdown

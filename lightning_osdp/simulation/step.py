@@ -143,7 +143,7 @@ def reserved_by(moments: Sequence[Moment]) -> float:
 
 
 def timeline_of(durations: Durations, cluster: Cluster, engine: FSDP2, *, keeps_intervals: bool = False) -> Timeline:
-    """One that has no events yet, in which computing and collectives slow each other down as on this cluster."""
+    """Timeline without events, in which computing and collectives slow each other down as on this cluster."""
     # without streams the host waits for an all-gather that is not asynchronous
     begins_by_itself = not engine.asynchronous_unshard and cluster.has_streams
     waits_for = {*cluster.waits_for, *(() if engine.asynchronous_unshard or cluster.has_streams else GATHERS)}

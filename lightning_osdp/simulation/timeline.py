@@ -1,4 +1,4 @@
-"""When each event of a step happens: computing and the communicators, each first in, first out.
+"""Timeline of the events of a step: computing and the communicators, each first in, first out.
 
 There is a communicator of all ranks, and one of the ranks of a node, whose links are others; what is all-reduced
 between nodes goes over the links of the first, one after the other with what all ranks do. The host issues events ahead
@@ -71,7 +71,7 @@ class Timeline:
         self.keeps_intervals = keeps_intervals
         self.intervals: list[Interval] = []
         self.ends_s = [0.0]
-        """When the micro-batches so far were done."""
+        """Beginning of the step, and then the ends of the micro-batches so far, in seconds."""
         self.slowed_s = 0.0
         """Seconds by which computing takes longer for collectives that run beside it."""
         self._slowed_s = [0.0]
@@ -96,17 +96,17 @@ class Timeline:
 
     @property
     def now_s(self) -> float:
-        """When everything issued so far is done."""
+        """Time at which everything issued so far is done, in seconds."""
         return max(self.compute_s, *self.communicators_s.values())
 
     def read(self, event: Event, micro_batch: int = 0) -> None:
-        """One more event: there is a method for each kind that takes time."""
+        """Reads one more event: there is a method for each kind that takes time."""
         reader = self._readers.get(event[0])
         if reader is not None:
             reader(event, micro_batch)
 
     def read_all(self, events: Iterable[Event]) -> None:
-        """All events of a micro-batch that take time."""
+        """Reads all events of a micro-batch that take time."""
         for event in events:
             self._readers[event[0]](event, 0)
         self.end_backward()
@@ -160,7 +160,7 @@ class Timeline:
         self._slowed_s.append(self.slowed_s)
 
     def repeat(self) -> None:
-        """One more micro-batch like the one before, of which nothing is left."""
+        """Adds a micro-batch like the one before, of which nothing is left."""
         self.compute_s += self.ends_s[-1] - self.ends_s[-2]
         self.slowed_s += self._slowed_s[-1] - self._slowed_s[-2]
         self.end_backward()
@@ -174,7 +174,7 @@ class Timeline:
         return _continued(self._slowed_s, num_micro_batches)
 
     def _may_gather_s(self) -> float:
-        """When a gather that is issued now may begin."""
+        """Time at which a gather that is issued now may begin, in seconds."""
         return self.compute_s if self.asynchronous_unshard else self._copied_before_s
 
     def _compute(self, event: Event, micro_batch: int, seconds: float) -> None:
@@ -205,7 +205,7 @@ class Timeline:
         return end_s
 
     def _wait_for_all(self) -> None:
-        """Nothing begins before everything issued so far is done."""
+        """Lets nothing begin before everything issued so far is done."""
         self.compute_s = self.now_s
         for link in self.communicators_s:
             self.communicators_s[link] = self.compute_s

@@ -186,7 +186,7 @@ class OSDPStrategy(FSDPStrategy):
     @property
     @override
     def mixed_precision_config(self) -> MixedPrecision | None:
-        """None where everything is computed and reduced in the parameters' own dtype."""
+        """Mixed precision of units; None where everything is computed and reduced in the parameters' own dtype."""
         config = super().mixed_precision_config
         return None if config == MixedPrecision() else config
 

@@ -52,7 +52,7 @@ class Residence:
             group._to_sharded = partial(self._leave, group, group._to_sharded)
 
     def open(self) -> None:
-        """Others may write to shards from now on."""
+        """Begins the time in which others may write to shards."""
         self._is_open = True
 
     def settle(self) -> None:

@@ -42,7 +42,7 @@ def join_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> 
 def _join(
     setting: Setting, modes: Modes, time_s: float, pairs: Sequence[_Pair], memory_limit_bytes: float
 ) -> tuple[Setting, Modes, float]:
-    """As many of the last pairs as fit and are faster, found by halving; with the seconds of the step."""
+    """Joins as many of the last pairs as fit and are faster, found by halving; returns the step's seconds, too."""
     names = {unit.name for unit in setting.units}
     pairs = [pair for pair in pairs if names.issuperset(pair)]  # others may have been joined meanwhile
     count = len(pairs)
@@ -83,5 +83,5 @@ def _pairs(setting: Setting, modes: Modes) -> list[list[_Pair]]:
 
 
 def _structure(unit: UnitProfile) -> tuple[object, ...]:
-    """Equal for units that cost the same."""
+    """Key that is equal for units that cost the same."""
     return unit.gathered_bytes, unit.gradient_bytes, unit.kind

@@ -92,7 +92,7 @@ def _shared_mode(setting: Setting, modes: Modes, units: Sequence[int], most_byte
 def _share(
     setting: Setting, modes: Modes, names: Sequence[str], mode: Treatment, memory_limit_bytes: float
 ) -> tuple[Setting, Modes]:
-    """As many of the last blocks as fit, found by halving."""
+    """Makes units of as many of the last blocks as fit, found by halving."""
     before_s = setting.costs.step_time_s(modes)
     best, fits, fails = (setting, modes), 0, len(names) + 1
     count = len(names)
@@ -141,7 +141,7 @@ def _modules(setting: Setting) -> dict[str, None]:
 
 
 def _inside(units: Collection[UnitProfile]) -> dict[str, list[int]]:
-    """For each module that has any: the units at it or below, in order."""
+    """Places of the units at a module or below, in order, by name of the module; only modules that have any."""
     inside: dict[str, list[int]] = {}
     for index, unit in enumerate(units):
         for name in _upwards(unit.name):
@@ -156,7 +156,7 @@ def _upwards(name: str) -> list[str]:
 
 
 def _structure(setting: Setting, inside: Sequence[int]) -> tuple[object, ...]:
-    """Equal for modules that hold equal units."""
+    """Key that is equal for modules that hold equal units."""
     return tuple((setting.units[index].gathered_bytes, setting.units[index].kind) for index in inside)
 
 

@@ -75,7 +75,7 @@ class _Group(NamedTuple):
 
 
 def _groups(setting: Setting) -> dict[str, _Group]:
-    """By the names of their operators."""
+    """Groups of equal operators, by the name of each operator."""
     equal: dict[tuple[str, int], list[OperatorProfile]] = {}
     for unit in setting.units:
         operator = unit.operators[0] if len(unit.operators) == 1 else None

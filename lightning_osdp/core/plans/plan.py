@@ -58,12 +58,12 @@ class Unit:
     kind: str
     """Class names of the operators, for reports."""
     treatments: tuple[Treatment, ...]
-    """How each slice is treated; one slice where the operator is not split."""
+    """Treatments of the slices; one where the operator is not split."""
     modules: tuple[str, ...] = ()
     """Modules that are grouped in this unit; empty where it is just the module of its name. The unit stays gathered
     from the first call of these modules to the last."""
     is_read: bool = True
-    """Whether backward reads its parameters, and so gathers it."""
+    """True where backward reads the unit's parameters, and so gathers the unit."""
     parameter_bytes: int = 0
     """Gathered parameters of all slices."""
     time_s: float = 0.0
@@ -79,7 +79,7 @@ class Unit:
 
     @property
     def sync(self) -> str:
-        """Which micro-batches reduce gradients: one of ``core.axes.SYNC_CHOICES``."""
+        """Micro-batches that reduce gradients: one of ``core.axes.SYNC_CHOICES``."""
         return self.treatments[0]["reduce"]
 
     @property
@@ -133,13 +133,13 @@ class Block:
 
     @property
     def activations(self) -> str:
-        """One of ``core.axes.ACTIVATION_CHOICES``, not ``keep``."""
+        """Choice of the block: one of ``core.axes.ACTIVATION_CHOICES``, not ``keep``."""
         return self.treatment["saves"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to shard one model for one number of ranks; applying it decides nothing.
+    """Sharding of one model for one number of ranks; applying it decides nothing.
 
     Bytes are per rank. A plan made without a profile (see `Plan.all_zdp_step_time_s`) has no predicted times.
     """
@@ -161,7 +161,7 @@ class Plan:
     samples_per_s: float
     """Predicted samples per second, all ranks together."""
     gap: float
-    """No plan in the search space is predicted to be faster by more than this fraction."""
+    """Fraction by which a plan in the search space is predicted to be faster at most."""
     blocks: tuple[Block, ...] = ()
     """Modules that recompute or offload what they save for backward, in forward order; all others keep it."""
     recomputable: tuple[Block, ...] = ()
@@ -188,7 +188,7 @@ class Plan:
     all_zdp_how: str = ""
     """Differences of plain FSDP from this plan's micro-batches and from keeping all activations; empty for none."""
     peak_phase: str = ""
-    """Where the peak is: ``forward``, ``backward``, ``reduce-scatter`` or ``optimizer step``."""
+    """Phase of the peak: ``forward``, ``backward``, ``reduce-scatter`` or ``optimizer step``."""
     peak_operator: str = ""
     """Operator that runs at the peak; the empty string in the loss and in the optimizer step."""
     peak_parts: Mapping[str, int] = field(default_factory=dict)

@@ -23,7 +23,7 @@ class SearchSpace:
     gathered; ``("hpZ",)`` leaves a shard in each node; ``("HSDP", "HDP")`` shards in the node and replicates across. On
     one node these are ZDP and DP."""
     sync: tuple[str, ...] = SYNC_CHOICES
-    """Which micro-batches may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
+    """Micro-batches that may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""

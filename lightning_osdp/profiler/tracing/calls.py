@@ -185,7 +185,7 @@ class Position:
         self._next = 0
         self._run_again: set[int] = set()  # segments that checkpointing has run again in backward
         self.came_from: list[int] = []
-        """For each rerun in backward, the segment that backward had come to."""
+        """Segments that backward had come to, one for each rerun in backward."""
         self.is_running_again = False
         """True while checkpointing runs forward again, whose live tensors are not of the segment's backward."""
         self._segments_of: dict[str, list[int]] = {}

@@ -58,7 +58,7 @@ class Activations:
     passed_bytes: int | None = None
     """Live bytes, counted like `settled_bytes`, when the segment's backward is over."""
     is_read: bool = False
-    """Whether backward reads parameters of the segment's operator."""
+    """True where backward reads parameters of the segment's operator."""
     rerun: RerunPlace | None = None
     """Place in the part of forward that runs again in backward; None where the segment does not."""
 

@@ -241,7 +241,7 @@ def _outside(items: Sequence[T], cuts: Sequence[tuple[int, int]]) -> list[T]:
 
 
 class Logged(NamedTuple):
-    """One operation."""
+    """Operation of the model, as it was logged."""
 
     description: tuple[Any, ...]
     """Function, numbers, and shapes, strides, dtypes and autograd's marks of tensors."""
