@@ -1,4 +1,4 @@
-"""What is predicted against what is measured: peak memory, whether a plan fits, step time, and what planning costs.
+"""Predictions against measurements: peak memory, the fit of plans, step time, and the cost of planning.
 
 .. code-block:: bash
 

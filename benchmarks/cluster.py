@@ -24,7 +24,7 @@ from benchmarks.measures.section import PICTURES, RESULTS, kept_in, measured, wi
 from benchmarks.measures.simulated import nodes, predictions
 
 MEASURED = tuple(RESULTS / f"{name}.json" for name in ("headline", "activations", "accumulation"))
-"""What has predicted and measured steps."""
+"""Files of benchmarks that have predicted and measured steps."""
 
 
 def main(

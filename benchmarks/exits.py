@@ -1,4 +1,4 @@
-"""How often a training script on two gloo ranks ends as it should: `python benchmarks/exits.py --count 50`."""
+"""Counts how often a training script on two gloo ranks ends as it should: `python benchmarks/exits.py --count 50`."""
 
 import argparse
 import os

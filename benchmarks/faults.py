@@ -31,7 +31,7 @@ from lightning_osdp import OSDPStrategy
 WORLD_SIZE, WIDTH, BATCHES = 2, 128, 2
 KINDS = ("full", "sharded")
 MOMENTS = ("file", "save", "step")
-"""Where a rank is killed: at a change of the checkpoint's folder, some time into saving, some time into training."""
+"""Moments at which a rank is killed: a change of the checkpoint's folder, some time into saving, or into training."""
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
@@ -45,7 +45,7 @@ class Model(L.LightningModule):
         self.folder = folder
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        """Autoencoding."""
+        """Computes the loss of an autoencoder."""
         return nn.functional.mse_loss(self.layers(batch[0]), batch[0])
 
     def on_train_start(self) -> None:
@@ -57,11 +57,11 @@ class Model(L.LightningModule):
         note(self.folder / "losses", f"{self.trainer.global_step} {float(outputs['loss']):.9g}")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Two moments to lose."""
+        """Makes Adam, which has two moments to lose."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Unshuffled."""
+        """Makes a loader that does not shuffle."""
         data = TensorDataset(torch.randn(4 * WORLD_SIZE * BATCHES, WIDTH, generator=torch.Generator().manual_seed(1)))
         sampler: DistributedSampler[Any] = DistributedSampler(data, WORLD_SIZE, dist.get_rank(), shuffle=False)
         return DataLoader(data, batch_size=4, sampler=sampler)
@@ -88,13 +88,13 @@ class Killer(L.Callback):
         self.epochs_left, self.num_events = self.seeded.randint(1, 3), self.seeded.randint(0, 12)
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        """Counts down."""
+        """Counts epochs down to the kill."""
         self.epochs_left -= 1
         if self.moment == "step" and self.epochs_left == 0:
             self._kill_soon()
 
     def on_save_checkpoint(self, *_: Any) -> None:
-        """Saving has begun."""
+        """Arms the kill as saving begins, where the epoch has come."""
         if self.epochs_left > 0:
             return
         if self.moment == "file":
@@ -121,7 +121,7 @@ def note(path: Path, line: str) -> None:
 
 
 def train(rank: int, port: int, folder: Path, num_epochs: int, *, kind: str, kill: tuple[str, int] | None) -> None:
-    """One rank; the checkpoints of the run before are in the folder."""
+    """Trains one rank; the checkpoints of the run before are in the folder."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), GROUP_RANK="0")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(WORLD_SIZE))
     os.environ.update(TORCHELASTIC_RUN_ID="faults", GLOO_SOCKET_IFNAME="lo")
@@ -166,12 +166,12 @@ def run(folder: Path, num_epochs: int, kind: str, kill: tuple[int, str, int] | N
 
 
 def lines(path: Path) -> list[str]:
-    """Of a file that may not be there yet."""
+    """Lines of a file that may not be there yet."""
     return path.read_text().splitlines() if path.exists() else []
 
 
 def wrong_in(folder: Path, before: dict[str, int], expected: dict[str, str], *, is_last: bool) -> str:
-    """What is wrong with a run; the empty string if nothing is.
+    """Description of what is wrong with a run; the empty string if nothing is.
 
     Args:
         folder: of the runs.

@@ -1,4 +1,4 @@
-"""What the first person with a GPU runs: every assumption about CUDA, checked, one line each.
+"""Checks for the first person with a GPU: every assumption about CUDA, one line each.
 
 .. code-block:: bash
 
@@ -56,7 +56,7 @@ def chosen_checks(num_devices: int, names: list[str]) -> tuple[Mapping[str, Chec
 
 
 def found(checks: Mapping[str, Check], device: torch.device) -> Iterator[Finding]:
-    """What all of them find."""
+    """Yields the findings of all checks."""
     for name, check in checks.items():
         yield from findings_of(name, check, device)
 

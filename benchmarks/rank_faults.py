@@ -38,16 +38,16 @@ STALL_S = 30.0
 
 @dataclass(frozen=True)
 class Case:
-    """What happens to a run, and what must come of it."""
+    """Fault that happens to a run, and what must come of it."""
 
     name: str
     arguments: tuple[str, ...]
     told: str
     """Regular expression: who failed first, and how, in what the processes have written."""
     signalled: tuple[str, ...] = ()
-    """Who gets SIGTERM then: names of files with process ids, or "launcher"."""
+    """Processes that get SIGTERM then: names of files with process ids, or "launcher"."""
     bound_s: float = 30.0
-    """Within which all must have ended."""
+    """Seconds within which all processes must have ended."""
     num_ranks: int = 2
 
 
@@ -76,12 +76,12 @@ CASES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
+    """Outcome of a case."""
 
     seconds: float
-    """From the failure, or the signal, until the last process ended."""
+    """Seconds from the failure, or the signal, until the last process ended."""
     exit_code: int
-    """Of the process that was started."""
+    """Exit code of the process that was started."""
     told: str | None
     """The line that says who failed first; None if there is none."""
     orphans: tuple[int, ...]
@@ -90,7 +90,7 @@ class Outcome:
 
 
 def command(case: Case, launcher: Launcher, folder: Path, plan: Path) -> list[str]:
-    """What starts the ranks."""
+    """Command that starts the ranks."""
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.num_ranks)]
     method = "spawn" if launcher == "spawn" else "popen"
     common = ["--method", method, "--ranks", str(case.num_ranks)]
@@ -101,7 +101,7 @@ def command(case: Case, launcher: Launcher, folder: Path, plan: Path) -> list[st
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs, which a zombie does not."""
+    """Tells if a process runs, which a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -42,10 +42,10 @@ from lightning_osdp import OSDPStrategy
 NUM_RANKS = 4
 KINDS = ("full", "sharded")
 MEMORY_LIMIT = "2.1MB"
-"""Under which some units are kept, and some are not."""
+"""Limit under which some units are kept, and some are not."""
 MEMORY = ("resident_bytes", "tensor_bytes")
 LARGEST_GROWTH = 0.01
-"""Of memory; nothing else may grow at all."""
+"""Fraction by which memory may grow; nothing else may grow at all."""
 
 
 class Model(MinGPT):
@@ -69,11 +69,11 @@ class Model(MinGPT):
         return DataLoader(TensorDataset(*batch), batch_size=self.micro_batch_size, **kwargs)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled."""
+        """Makes a loader that shuffles."""
         return self._loader(20, seed=1, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """From a process that ends with the validation."""
+        """Makes a loader with a worker process that ends with the validation."""
         return self._loader(4, seed=2, num_workers=1)
 
 
@@ -81,7 +81,7 @@ class Saves(ModelCheckpoint):
     """Keeps the best two and the last checkpoint, all of one kind, whatever the strategy's own is."""
 
     def __init__(self, folder: Path, kind: str) -> None:
-        # What tells the states of two callbacks apart in a checkpoint is what they monitor.
+        # A checkpoint tells the states of two callbacks apart by what they monitor.
         monitor = "val_loss" if kind == KINDS[0] else "loss_epoch"
         super().__init__(folder / kind, monitor=monitor, save_top_k=2, save_last=True)
         self._kind = kind
@@ -113,7 +113,7 @@ def train(folder: Path, seconds: float) -> bool:
 
 
 def found_in(folder: Path, minutes: float) -> dict[str, Any]:
-    """Everything that was found, as JSON can write it."""
+    """Results of a run, as JSON can write them."""
     return {
         "date": datetime.now(tz=timezone.utc).date().isoformat(),
         "machine": f"{machine()}, torch {torch.__version__}",
@@ -123,12 +123,12 @@ def found_in(folder: Path, minutes: float) -> dict[str, Any]:
 
 
 def in_columns(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """What a file has of one rank."""
+    """Samples of one rank in columns, as a file has them."""
     return {field.name: [getattr(sample, field.name) for sample in samples] for field in fields(Sample)}
 
 
 def growths(result: dict[str, Any]) -> list[dict[str, Growth]]:
-    """By rank, and by what is held."""
+    """Growths by rank, and by what is held."""
     ranks = [
         [Sample(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
         for columns in result["ranks"]
@@ -137,12 +137,12 @@ def growths(result: dict[str, Any]) -> list[dict[str, Growth]]:
 
 
 def is_flat(quantity: str, found: Growth) -> bool:
-    """Whether it stays, but for `LARGEST_GROWTH` where it is memory."""
+    """Tells if a quantity stays, but for `LARGEST_GROWTH` where the quantity is memory."""
     return found.ratio <= (LARGEST_GROWTH if quantity in MEMORY else 0.0)
 
 
 def table(result: dict[str, Any]) -> Table:
-    """A row for each rank and quantity."""
+    """Table with a row for each rank and quantity."""
     last = {name: values[-1] for name, values in result["ranks"][0].items()}
     title = f"{len(result['ranks'])} ranks, {last['seconds'] / 60:.3g} minutes, {last['step']} steps ({result['date']})"
     table = Table(title=title)

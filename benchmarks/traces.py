@@ -36,7 +36,7 @@ _FIRST_STEPS = 7
 
 
 def steady(step: int) -> ProfilerAction:
-    """What the profiler does in a step: nothing before live bytes have been counted."""
+    """Action of the profiler in a step: none before live bytes have been counted."""
     action: ProfilerAction = schedule(skip_first=_FIRST_STEPS, wait=0, warmup=1, active=TRACED_STEPS, repeat=1)(step)
     return action
 

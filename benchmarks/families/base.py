@@ -1,4 +1,4 @@
-"""What every family shares: seeded weights, one batch of any size, a choice of optimizers."""
+"""Base of every family: seeded weights, one batch of any size, a choice of optimizers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw_foreach": lambda parameters: AdamW(parameters, lr=1e-3, foreach=True),
     "sgd_momentum": lambda parameters: SGD(parameters, lr=1e-2, momentum=0.9),
 }
-"""What a family may be trained with, by name."""
+"""Optimizers that a family may be trained with, by name."""
 
 
 class Family(pl.LightningModule):
@@ -38,7 +38,7 @@ class Family(pl.LightningModule):
         raise NotImplementedError
 
     def batch(self, num_samples: int, *, seed: int = 0) -> Batch:
-        """The same batch for the same seed, whatever was drawn before."""
+        """Batch of a seed, equal each time, whatever was drawn before."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.draw(num_samples)

@@ -113,4 +113,4 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     "tiny": _gpt(3, 32, num_heads=2, vocabulary_size=32, sequence_length=16),
     "tiny, LoRA": _gpt(3, 32, num_heads=2, vocabulary_size=32, sequence_length=16, kind=Lora),
 }
-"""By layers x width, or by widths; the transformers have 10 to 38 million parameters, but for the last."""
+"""Models by layers x width, or by widths; the transformers have 10 to 38 million parameters, but for the last."""

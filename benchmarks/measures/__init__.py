@@ -1,1 +1,1 @@
-"""What `benchmarks/accuracy.py` compares with predictions: one file per quantity."""
+"""Quantities that `benchmarks/accuracy.py` compares with predictions: one file per quantity."""

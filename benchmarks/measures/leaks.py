@@ -1,4 +1,4 @@
-"""What a process holds on to while it trains: memory, open files, threads, processes; read from Linux's /proc."""
+"""Resources that a process holds while it trains: memory, open files, threads, processes; read from Linux's /proc."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 NUM_SAMPLES = 240
-"""Of each rank, over the whole time."""
+"""Samples of each rank, over the whole time."""
 WARM_UP, PART = 0.2, 0.2
-"""Of the duration: not judged, and what is compared at the beginning and at the end of the rest."""
+"""Fractions of the samples: the first is not judged, the second is compared at both ends of the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What one rank held at one moment between two steps."""
+    """Resources that one rank held at one moment between two steps."""
 
     seconds: float
-    """Since training began."""
+    """Seconds since training began."""
     step: int
     resident_bytes: int
-    """Of the process: what the kernel has given it and not got back."""
+    """Memory of the process that the kernel has given and not got back."""
     tensor_bytes: int
     """Storages of all tensors that Python knows of, each once."""
     num_open_files: int
     num_threads: int
     num_processes: int
-    """Children of this process."""
+    """Number of children of this process."""
     num_checkpoints: int
-    """Files and folders among the checkpoints."""
+    """Number of files and folders among the checkpoints."""
 
 
 HELD = tuple(field.name for field in fields(Sample) if field.name not in {"seconds", "step"})
@@ -155,7 +155,7 @@ class Growth:
 
 
 def growth(samples: Sequence[Sample], quantity: str) -> Growth:
-    """How much more there is in the last fifth of the samples than in the second.
+    """Growth of a quantity from the second fifth of the samples to the last.
 
     Samples are counted, not seconds: a machine that stood still for a while has taken none.
 

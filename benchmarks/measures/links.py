@@ -27,7 +27,7 @@ _CaseT = TypeVar("_CaseT", bound=_OnLinks)
 
 
 def on_links_that_can_be_had(cases: Sequence[_CaseT]) -> list[_CaseT]:
-    """Of cases with a ``rate_mbit``, those that can be measured on this machine; says why where others are left out."""
+    """Cases, each with a ``rate_mbit``, that can be measured on this machine; logs why where others are left out."""
     reason = why_unavailable() if any(case.rate_mbit is not None for case in cases) else None
     if reason is not None:
         _log.warning("Nothing is measured on shaped links: %s.", reason)
@@ -37,7 +37,7 @@ def on_links_that_can_be_had(cases: Sequence[_CaseT]) -> list[_CaseT]:
 def on_ranks(
     num_ranks: int, rate_mbit: float | None, function: str, *, ranks_per_host: int = 1, **arguments: Any
 ) -> Any:
-    """What a function returns on rank 0 of so many, one thread each; plain processes where links are not shaped.
+    """Result of a function on rank 0 of so many, one thread each; plain processes where links are not shaped.
 
     Args:
         num_ranks: N.
@@ -53,7 +53,7 @@ def on_ranks(
 
 
 def rate_of(row: Row) -> str:
-    """Of the links of its case, for people."""
+    """Rate of the links of a row's case, for people."""
     rate = row["case"]["rate_mbit"]
     return "not shaped" if rate is None else f"{rate:g} Mbit/s"
 

@@ -21,22 +21,22 @@ from rich.table import Table
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "_static"
 Row: TypeAlias = dict[str, Any]
-"""What was found of one case, as JSON can write it; the case itself is under ``"case"``."""
+"""Values that were found of one case, as JSON can write them; the case itself is under ``"case"``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a measured number must stay below, or reach."""
+    """Limit that a measured number must stay below, or reach."""
 
     name: str
     limit: float
     measured: float
     is_least: bool = False
-    """Whether the limit is to be reached instead."""
+    """True where the limit is to be reached instead."""
 
     @property
     def is_met(self) -> bool:
-        """Whether the measured number is below its limit, or reaches it."""
+        """True if the measured number is below its limit, or reaches it."""
         return self.measured >= self.limit if self.is_least else self.measured < self.limit
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Section:
     table: Callable[[Sequence[Row]], Table]
     targets: Callable[[Sequence[Row]], list[Target]] = lambda _: []
     misses: Callable[[Sequence[Row]], list[str]] = lambda _: []
-    """What to say of each row that misses a target."""
+    """Line for each row that misses a target."""
 
 
 class Results:
@@ -126,7 +126,7 @@ def wide_console() -> Console:
 
 
 def _given(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is None or false: a file may be older than such a field."""
+    """Fields of a case that are neither None nor false: a file may be older than such a field."""
     given = {name: value for name, value in case.items() if value is not None and value is not False}
     return {name: _given(value) if isinstance(value, Mapping) else value for name, value in given.items()}
 

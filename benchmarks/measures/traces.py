@@ -24,17 +24,17 @@ _S = 1e-6
 
 @dataclass(frozen=True)
 class Span:
-    """From when to when, in seconds from the start of the step, and what that was: one of `PARTS`."""
+    """Time from one moment to another, in seconds from the start of the step, of one of `PARTS`."""
 
     part: str
     start_s: float
     end_s: float
     unit: str = ""
-    """Of a collective: first module of its unit."""
+    """First module of a collective's unit; empty for other parts."""
 
     @property
     def length_s(self) -> float:
-        """Seconds."""
+        """Length of the span in seconds."""
         return self.end_s - self.start_s
 
 
@@ -43,11 +43,11 @@ class TracedStep:
     """One optimizer step of one rank."""
 
     spans: tuple[Span, ...]
-    """What computes, one thing after the other, and collectives, which may run meanwhile."""
+    """Spans of computing, one after the other, and of collectives, which may run meanwhile."""
     total_s: float
 
     def seconds(self, part: str) -> float:
-        """Of one of `PARTS`; those of the runtime are less the collectives that it waits for."""
+        """Seconds of one of `PARTS`; those of the runtime are less the collectives that it waits for."""
         if part == "other":
             return self.total_s - sum(map(self.seconds, PARTS[:-1]))
         found = sum(span.length_s for span in self.spans if span.part == part)
@@ -117,7 +117,7 @@ def _complete(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _outermost(spans: Sequence[Span]) -> list[Span]:
-    """Without those inside others."""
+    """Spans that are not inside others."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         if not found or span.end_s > found[-1].end_s:
@@ -126,7 +126,7 @@ def _outermost(spans: Sequence[Span]) -> list[Span]:
 
 
 def _without(span: Span, others: Sequence[Span]) -> list[Span]:
-    """What is left of a span between others, which follow each other."""
+    """Rest of a span between others, which follow each other."""
     found, start_s = [], span.start_s
     for other in others:
         if span.start_s <= other.start_s and other.end_s <= span.end_s:
@@ -140,7 +140,7 @@ def _common_s(one: Span, other: Span) -> float:
 
 
 def typical(steps: Sequence[TracedStep]) -> TracedStep:
-    """The one whose length is the median."""
+    """Step whose length is the median."""
     return sorted(steps, key=lambda step: step.total_s)[(len(steps) - 1) // 2]
 
 

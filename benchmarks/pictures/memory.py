@@ -28,7 +28,7 @@ SHOWN = Case(
     min_unit_bytes=65536,
     seed=0,
 )
-"""Whose memory is drawn over a step: most memory of a training under AdamW is not its states."""
+"""Case whose memory is drawn over a step: most memory of a training under AdamW is not its states."""
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#666666"
 _Piece = tuple[str, str]
 
@@ -73,7 +73,7 @@ def draw_step(path: Path) -> None:
 
 
 def _pieces(points: Sequence[Change]) -> list[_Piece]:
-    """What the curves have in common: operators in forward, reduce-scatters in backward."""
+    """Pieces that the curves have in common: operators in forward, reduce-scatters in backward."""
     pieces: list[_Piece] = []
     num_reduced = 0
     for point in points:
@@ -98,7 +98,7 @@ def _placed(points: Sequence[Change], pieces: Sequence[_Piece]) -> tuple[list[fl
 
 
 def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
-    """Below the axis, with a line between them."""
+    """Names the phases below the axis, with a line between two."""
     ticks = {}
     for phase in dict.fromkeys(phases):
         first, num = phases.index(phase), phases.count(phase)

@@ -12,7 +12,7 @@ from benchmarks.measures.simulated.published import calibrated
 from benchmarks.pictures import save
 
 _COLOURS = {"A": "#0072B2", "B": "#D55E00", "E": "#CC79A7", "F": "#009E73", "G7": "#E69F00", "G3": "#56B4E9"}
-"""By set."""
+"""Colours of points, by set."""
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -15,7 +15,7 @@ _LABELS = {"resident_bytes": "resident (MB)", "tensor_bytes": "tensors (MB)"}
 
 
 def draw(ranks: Sequence[Mapping[str, Sequence[float]]], path: Path) -> None:
-    """A curve for each rank and quantity."""
+    """Draws a curve for each rank and quantity."""
     figure = Figure(figsize=(8.0, 8.0), layout="constrained")
     for axes, quantity in zip(figure.subplots(len(HELD), 1, sharex=True), HELD, strict=True):
         scale = MB if quantity in _LABELS else 1

@@ -23,7 +23,7 @@ _COLOURS = {
 
 
 def draw(predicted: TracedStep, real: Sequence[TracedStep], path: Path) -> None:
-    """Both on one axis of milliseconds, what computes above what communicates."""
+    """Draws both steps on one axis of milliseconds, what computes above what communicates."""
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     axes = figure.subplots(2, 1, sharex=True)
     for each, title, step in zip(

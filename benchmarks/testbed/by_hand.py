@@ -1,4 +1,4 @@
-"""What OSDP does on gloo, for those who train without it: its reduce-scatter, and all-gathers of units ahead."""
+"""OSDP's help on gloo, for those who train without it: its reduce-scatter, and all-gathers of units ahead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def gather_ahead(root: nn.Module, units: Sequence[Any]) -> None:
 
 
 def waited_reduce_scatters() -> AbstractContextManager[Any]:
-    """Within it, who calls torch.distributed's reduce-scatter gets this one, which is waited for: Lightning's FSDP."""
+    """Replaces torch.distributed's reduce-scatter, within the context, by OSDP's, waited for: for Lightning's FSDP."""
     return patch.object(dist, "reduce_scatter_single", _reduce_scatter)
 
 

@@ -70,16 +70,16 @@ class Model(L.LightningModule):
         return nn.functional.mse_loss(self.layers(batch[0]), batch[0])
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        """The same."""
+        """Runs the layers, after the fault if it is one of validation."""
         self._pass("validation_step")
         self.layers(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """A step is too short to matter."""
+        """Makes an optimizer whose step is too short to matter."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Forty batches."""
+        """Makes a loader of forty batches."""
         return DataLoader(TensorDataset(torch.randn(80, WIDTH)), batch_size=BATCH_SIZE)
 
     val_dataloader = train_dataloader

@@ -52,7 +52,7 @@ dist.Backend.register_backend("simulated", _make, extended_api=True, devices=["c
 
 @contextmanager
 def _default_group(backend: str, world_size: int, options: Any = None) -> Iterator[None]:
-    """Within it, OSDP does not try whether optimizers can update what is cut: that compares values of all ranks."""
+    """Makes a default group within which OSDP does not try optimizers on shards: that compares values of all ranks."""
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=world_size, pg_options=options)
     try:
         with mock.patch.object(sharded, "try_optimizer"):

@@ -30,21 +30,22 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import LiveBytes
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
-"""glibc then asks the kernel for every tensor of 16 KiB, and gives it back at once. Smaller ones share pages, of which
-some stay: at 64 KiB a model of many small tensors took 8% more than its tensors, at 16 KiB no family took over 3%."""
+"""Settings with which glibc asks the kernel for every tensor of 16 KiB, and gives it back at once. Smaller ones share
+pages, of which some stay: at 64 KiB a model of many small tensors took 8% more than its tensors, at 16 KiB no family
+took over 3%."""
 _ROOT = Path(__file__).resolve().parents[2]
 _WARM_UP_STEPS = 2
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
-"""What torch says, and what the C library does."""
+"""Texts of torch and of the C library where memory lacks."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of training under a limit."""
+    """Outcome of training under a limit."""
 
     lived: bool
     reason: str
-    """The last that a process had to say which died; empty where it lived."""
+    """Last line of a process that died; empty where the process lived."""
 
 
 def lives_under(
@@ -125,13 +126,13 @@ def beside_tensors_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def data_segment_bytes() -> int:
-    """What ``RLIMIT_DATA`` is compared with: private, writable memory, touched or not."""
+    """Bytes that ``RLIMIT_DATA`` is compared with: private, writable memory, touched or not."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
 
 
 def limit_data(num_bytes: int) -> None:
-    """No operation of this process can take more of its data segment from now on."""
+    """Keeps operations of this process from taking more of its data segment from now on."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard))
 

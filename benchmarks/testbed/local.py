@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(seconds=300)
-"""After so long in one collective a rank gives up: another has failed."""
+"""Time in one collective after which a rank gives up: another has failed."""
 
 
 @cache

@@ -24,9 +24,9 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import LiveBytes
 
 PHASES = ("forward", "backward", "reduce-scatter", "optimizer step")
-"""Of a step, as `lightning_osdp.cost` names them; under accumulation the first three come once per micro-batch."""
+"""Phases of a step, as `lightning_osdp.cost` names them; the first three come once per micro-batch."""
 WARM_UP_STEPS = 1
-"""Not counted: optimizer state and the first gradients come into being. From then on all steps are alike."""
+"""Steps that are not counted: optimizer state and the first gradients are made. From then on steps are alike."""
 
 
 class Change(NamedTuple):
@@ -34,7 +34,7 @@ class Change(NamedTuple):
 
     phase: str
     operator: str
-    """Of the plan's operators that whose forward began last; none before the first and outside forward."""
+    """Operator of the plan whose forward began last; none before the first and outside forward."""
     num_bytes: int
 
 
@@ -45,7 +45,7 @@ class StepBytes:
     phases: Mapping[str, int]
     """Peak by name of the phase; those that did not happen, such as a reduce-scatter on one rank, are not there."""
     curve: tuple[Change, ...] = ()
-    """What was alive after every change of it, if that was asked for."""
+    """Bytes that were alive after every change, if asked for."""
 
     @property
     def peak_bytes(self) -> int:
@@ -97,13 +97,13 @@ class _PhaseBytes(LiveBytes):
         self.operator = ""
 
     def enter(self, phase: str) -> str:
-        """A phase begins; returns the one that ends."""
+        """Begins a phase; returns the phase that ends."""
         ended, self._phase, self.operator = self._phase, phase, ""
         self._phases[phase] = max(self._phases.get(phase, 0), self.current_bytes)
         return ended
 
     def found(self) -> StepBytes:
-        """What was counted so far."""
+        """Bytes that were counted so far."""
         return StepBytes(phases=dict(self._phases), curve=tuple(self._curve))
 
     @override

@@ -26,20 +26,20 @@ import torch.distributed as dist
 
 _PREFIX = "osdp-bed"
 _DEVICE = "eth0"
-"""What joins a host to the bridge."""
+"""Network device that joins a host to the bridge."""
 _BURST = "32kb"
-"""What a host may send at once beyond its rate: with a larger bucket small messages would cost next to nothing."""
+"""Bytes that a host may send at once beyond its rate: with a larger bucket small messages would cost almost nothing."""
 _QUEUE = "200ms"
 _LARGEST_SEGMENT = 16384
 """Bytes handed to a link at once; tbf has to cut in pieces what exceeds its bucket."""
 _POLL_S = 0.05
 _SERIAL = count()
-"""Several may exist at once in one process."""
+"""Serial numbers of beds, of which several may exist at once in one process."""
 _ROOT = Path(__file__).resolve().parents[2]
 
 
 def why_unavailable() -> str | None:
-    """Why network namespaces cannot be had here, or None if they can."""
+    """Reason why network namespaces cannot be had here, or None if they can."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, this is {sys.platform}"
     if os.geteuid() != 0:
@@ -188,7 +188,7 @@ def _address(index: int) -> str:
 
 
 def sent_bytes() -> int | None:
-    """What the host of this rank has sent to others so far, with headers; None where it is not one of `Hosts`."""
+    """Bytes that the host of this rank has sent to others so far, with headers; None where not one of `Hosts`."""
     if os.environ.get("MASTER_ADDR") != _address(0):
         return None
     lines = Path("/proc/self/net/dev").read_text().splitlines()
@@ -216,7 +216,7 @@ def _remove_abandoned() -> None:
 
 
 def call(target: str, arguments: Mapping[str, Any]) -> Any:
-    """What a function ``"package.module:function"`` returns."""
+    """Result of a function ``"package.module:function"``."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)(**arguments)
 

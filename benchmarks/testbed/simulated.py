@@ -28,7 +28,7 @@ class SimulatedLinks:
     reduce_scatter_s: Callable[[int], float] = _no_time
     all_reduce_s: Callable[[int], float] = _no_time
     copies_reduced: bool = False
-    """Whether a reduce-scatter copies its whole input first, as gloo's does."""
+    """True where a reduce-scatter copies its whole input first, as gloo's does."""
 
 
 class _Done(dist.Work):
@@ -73,17 +73,17 @@ class SimulatedGroup(dist.ProcessGroup):
         self._rank, self._size, self._free_s = rank, size, 0.0
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
-        """As ``torch.distributed.get_backend`` tells."""
+        """Name of the backend, as ``torch.distributed.get_backend`` tells it."""
         return "simulated"
 
     @property
     def group_name(self) -> dist.GroupName:
-        """By which a mesh finds it. torch keeps the name of a group in its backends, and this one has none."""
+        """Name by which a mesh finds the group. torch keeps such names in backends, of which this group has none."""
         name: dist.GroupName = dist.distributed_c10d._world.pg_names[self]
         return name
 
     def _times(self, opts: Any) -> int:
-        """What a reduction over equal ranks makes of one's values: their sum is N times as large.
+        """Factor that a reduction over equal ranks puts on one's values: their sum is N times as large.
 
         ``fully_shard`` reduces with AVG, and with SUM over what it has divided where values may overflow.
         """

@@ -111,7 +111,7 @@ class StartedRanks(ClusterEnvironment):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within it nothing is printed of what Lightning and the plan have to say on every fit."""
+    """Silences, within the context, what Lightning and the plan have to say on every fit."""
     log = logging.getLogger("lightning.pytorch")
     level = log.level
     log.setLevel(logging.ERROR)

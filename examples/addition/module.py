@@ -1,4 +1,4 @@
-"""How the adder is trained: loss on the digits of the sum, accuracy of whole sums. It knows nothing of distribution."""
+"""Training of the adder: loss on the digits of the sum, accuracy of whole sums. Nothing here knows of distribution."""
 
 from __future__ import annotations
 

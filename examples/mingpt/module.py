@@ -1,4 +1,4 @@
-"""How minGPT is trained: loss, metrics, optimizer. It knows nothing of how it is distributed."""
+"""Training of minGPT: loss, metrics, optimizer. The module knows nothing of distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the vision transformer is trained: loss, metric, optimizer. It knows nothing of how it is distributed."""
+"""Training of the vision transformer: loss, metric, optimizer. The module knows nothing of distribution."""
 
 from __future__ import annotations
 

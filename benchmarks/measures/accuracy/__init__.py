@@ -1,1 +1,1 @@
-"""What is predicted beside what is measured: memory, whether a plan fits, step time, and what planning costs."""
+"""Predictions beside measurements: memory, the fit of plans, step time, and the cost of planning."""

@@ -1,4 +1,4 @@
-"""Whether what is said to fit does fit: training under a memory limit just above and just below the predicted peak."""
+"""Fit of plans in memory: training under a limit just above and just below the predicted peak."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from benchmarks.testbed.limit import lives_under
 from lightning_osdp.core.text.byte_size import format_bytes
 
 MARGIN = 0.05
-"""Of the predicted peak: so far above it training must live, so far below it must die."""
+"""Fraction of the predicted peak: so far above it training must live, so far below it must die."""
 NUM_RANKS, NUM_SAMPLES = 2, 8
 """Few ranks and many samples: of a peak of a few megabytes, 5% are less than what the allocator keeps of freed memory
 and may use again for small tensors."""
 NUM_CASES = 10
 _SEED = 1
-"""Other cases than those whose memory is counted."""
+"""Seed of other cases than those whose memory is counted."""
 
 
 def section(num_cases: int) -> Section:
@@ -60,7 +60,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """What became of each."""
+    """Table of the cases, and what became of each above and below the predicted peak."""
     drawn = Table("family", "precision", title="Does it fit?")
     for column in ("ranks", "samples", "predicted", f"{MARGIN:.0%} above", f"{MARGIN:.0%} below"):
         drawn.add_column(column, justify="right")
@@ -78,12 +78,12 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Not one may be decided wrongly."""
+    """Target that not one case is decided wrongly."""
     return [Target(name="fits: decided wrongly", limit=1, measured=len(misses(rows)))]
 
 
 def misses(rows: Sequence[Row]) -> list[str]:
-    """What was decided wrongly."""
+    """Lines for the cases that were decided wrongly."""
     found = []
     for row in rows:
         case = ", ".join(f"{key} {value}" for key, value in row["case"].items())

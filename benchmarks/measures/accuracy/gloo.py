@@ -17,9 +17,9 @@ from lightning_osdp import Plan
 
 NUM_RANKS = (2, 4)
 NUM_CASES = 2
-"""Of each family."""
+"""Number of cases of each family."""
 NUM_STEPS = 3
-"""The least of them counts: a thread of gloo may hold a tensor longer than the step does."""
+"""Number of steps, of which the least counts: a thread of gloo may hold a tensor longer than the step does."""
 
 
 def section(num_cases: int) -> Section:
@@ -50,7 +50,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def count_on_one_rank(case: Case, plan: Plan) -> dict[str, int]:
-    """What every rank runs."""
+    """Counts the peaks of a plan's steps on one rank; every rank runs this."""
     return dict(count(case, plan, num_steps=NUM_STEPS).phases)
 
 

@@ -35,14 +35,14 @@ OPTIMIZERS = ("adamw", "sgd_momentum", "adamw_foreach")
 NUM_MICRO_BATCHES = (1, 4)
 PRECISIONS = ("32-true", "bf16-mixed")
 REDUCE_DTYPES = ("bfloat16", "float32")
-"""That gradients are reduced in where computing is in bfloat16."""
+"""Dtypes that gradients are reduced in where computing is in bfloat16."""
 FROZEN_OF_MIX = 0.3
 FROZEN = ("nothing", "nothing", "first", "mix")
 PROFILED_SAMPLES = 4
-"""None of `MICRO_BATCHES`: what is predicted for them is extrapolated."""
+"""Samples that are profiled, none of `MICRO_BATCHES`: what is predicted for those is extrapolated."""
 FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
 ANY_RATES = DeviceRates(flops_per_s={"float32": 1e12, "bfloat16": 1e12}, bytes_per_s=1e11)
-"""Nothing is timed then: only bytes are asked for."""
+"""Rates that stand in for timing, because only bytes are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +51,15 @@ class Case:
 
     family: str
     modes: str
-    """``zdp``, ``dp``, ``mix`` for modes that are drawn, or ``nodes``, drawn from those that need several, too."""
+    """Modes: ``zdp``, ``dp``, ``mix``, which is drawn, or ``nodes``, drawn from modes that need several nodes, too."""
     sync: str = "every"
-    """Which micro-batches reduce gradients: ``every``, ``last``, or ``mix``, drawn per unit."""
+    """Micro-batches that reduce gradients: ``every``, ``last``, or ``mix``, drawn per unit."""
     most_slices: int = 1
-    """More than one: operators that can be split are, or stay whole, as is drawn; so are the modes of their slices."""
+    """Most slices; above 1, operators that can be split are or stay whole, as is drawn, like the modes of slices."""
     activations: str = "keep"
-    """What blocks do with what they save: ``keep``, ``recompute``, or ``mix``, drawn per block."""
+    """Choice of blocks for what they save: ``keep``, ``recompute``, or ``mix``, drawn per block."""
     frozen: str = "nothing"
-    """What is not trained: ``nothing``, the ``first`` third of the modules that own parameters, or a ``mix`` of them
+    """Frozen modules: ``nothing``, the ``first`` third of the modules that own parameters, or a ``mix`` of them
     that is drawn."""
     world_size: int
     node_size: int | None = None
@@ -69,7 +69,7 @@ class Case:
     num_micro_batches: int
     precision: str
     reduce_dtype: str = "float32"
-    """That gradients are reduced in; as they are computed under ``32-true``."""
+    """Dtype that gradients are reduced in; as they are computed under ``32-true``."""
     backward_prefetch: str
     forward_prefetch: bool = False
     asynchronous_unshard: bool = True
@@ -82,7 +82,7 @@ def draw_cases(family: str, count: int, *, seed: int = 0) -> list[Case]:
     draw = random.Random(f"{family} {seed}")
 
     def apart(index: int, what: str, choices: Sequence[T]) -> T:
-        """Drawn by itself, so that the others are what they are without it."""
+        """Draws a choice by itself, so that the others are what they are without it."""
         return random.Random(f"{family} {seed} {index} {what}").choice(choices)
 
     return [

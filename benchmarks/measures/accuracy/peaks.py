@@ -12,7 +12,7 @@ from benchmarks.measures.section import Row, Target
 from benchmarks.testbed.memory import PHASES
 
 TOO_HIGH, TOO_LOW = 0.02, 0.01
-"""How far a whole step's peak may be predicted above and below what is counted."""
+"""Fractions by which a whole step's peak may be predicted above and below what is counted."""
 
 
 def compared(predicted: Mapping[str, int], counted: Mapping[str, int]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def targets(rows: Sequence[Row], name: str) -> list[Target]:
 
 
 def misses(rows: Sequence[Row]) -> list[str]:
-    """Each row whose error is too large: its case, and by how much which phase is wrong."""
+    """Lines for the rows whose errors are too large: the case, and by how much which phase is wrong."""
     found = []
     for row in rows:
         if not -TOO_LOW < row["error"] < TOO_HIGH:

@@ -1,4 +1,4 @@
-"""What planning costs: profile and search for a large minGPT on the meta device, in a process of its own."""
+"""Cost of planning: profile and search for a large minGPT on the meta device, in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from lightning_osdp.core.cluster import Link
 HIDDEN_SIZE, NUM_RANKS, NUM_SAMPLES = 2048, 8, 2
 NUM_LAYERS = (48, 96)
 NUM_RUNS = 3
-"""The fastest counts."""
+"""Runs of each size, of which the fastest counts."""
 _LINK = Link(latency_s=1e-5, seconds_per_byte=1e-10)
 _BYTES_PER_LAYER = 400 * 2**20
-"""Of the memory limit: too few to keep every layer gathered, enough to shard all of them."""
+"""Bytes of the memory limit for each layer: too few to keep all layers gathered, enough to shard all of them."""
 _SECONDS, _BYTES, _GROWTH = 60.0, 4e9, 0.1
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -44,7 +44,7 @@ class Case:
 
 
 def section(num_cases: int) -> Section:
-    """Both sizes in turns: what slows the machine for a while slows both."""
+    """Section of both sizes in turns: what slows the machine for a while slows both."""
     runs = range(min(num_cases, NUM_RUNS))
     return Section(
         name="planning",

@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 MICRO_BATCH = 2
 NUM_RANKS = 4
 RATES = (200.0, 1000.0, None)
-"""10^6 bit/s; the last one is not shaped."""
+"""Rates of the links in 10^6 bit/s; the last one is not shaped."""
 MEDIAN, WORST = 0.05, 0.10
 """Errors that the project promises at each rate, over all families."""
 NUM_MIXES, NUM_ROUNDS = 2, 6
 QUIET = 0.03
-"""How far predictions from what was profiled before and after the steps may differ: where they differ by more, other
+"""Fraction by which predictions from profiles before and after the steps may differ: where they differ by more, other
 programs or other machines on the same host have changed what this one can do, and the case is measured again."""
 
 
@@ -52,7 +52,7 @@ class Case:
     micro_batch_size: int = MICRO_BATCH
     num_micro_batches: int = 1
     is_ahead: bool = False
-    """Whether units are gathered ahead."""
+    """True where units are gathered ahead."""
     most_tries: int = 3
 
 
@@ -61,19 +61,19 @@ class Timed:
     """One plan with the seconds of its step."""
 
     modes: str
-    """What the plan is called: ``Z`` or ``D`` for each unit but the root, in forward order."""
+    """Name of the plan: ``Z`` or ``D`` for each unit but the root, in forward order."""
     predicted_s: float
     measured_s: float
     """Fastest step of the slowest rank."""
 
     @property
     def error(self) -> float:
-        """Positive where it was predicted too slow."""
+        """Error of the predicted step time, positive where it was predicted too slow."""
         return self.predicted_s / self.measured_s - 1
 
 
 def section(num_cases: int) -> Section:
-    """All rates; none where network namespaces are not to be had."""
+    """Section of all rates; of none where network namespaces are not to be had."""
     reason = why_unavailable()
     if reason is not None:
         _log.warning("Step times are not measured: %s.", reason)
@@ -122,7 +122,7 @@ def overlap_section(num_cases: int) -> Section:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """All-ZDP, all-DP and random mixes on ranks of one machine, interleaved, one thread each."""
+    """Measures all-ZDP, all-DP and random mixes on ranks of one machine, interleaved, one thread each."""
     arguments = {name: value for name, value in asdict(case).items() if name not in ("rate_mbit", "num_ranks")}
     with Hosts(case.num_ranks, rate_mbit=case.rate_mbit) as hosts:
         found: list[dict[str, Any]] = hosts.run(
@@ -168,7 +168,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
 
 
 def kendall_tau(plans: Sequence[Timed]) -> float:
-    """How far the predicted order is the measured one: 1 all pairs, 0 as many as not, -1 none."""
+    """Kendall's tau of the predicted order and the measured one: 1 all pairs agree, 0 as many as not, -1 none."""
     pairs = [
         (one.predicted_s - other.predicted_s) * (one.measured_s - other.measured_s)
         for one, other in combinations(plans, 2)
@@ -190,7 +190,7 @@ def on_one_rank(
     is_ahead: bool,
     most_tries: int,
 ) -> dict[str, Any]:
-    """What every rank runs: profiles, measures the links, predicts, takes the steps, and profiles once more.
+    """Profiles, measures the links, predicts, takes the steps, and profiles once more; every rank runs this.
 
     Arguments are fields of a `Case`.
 

@@ -21,9 +21,9 @@ class Goal:
     over: str
     who: str = "OSDP"
     at_mbit: float | None = 200.0
-    """None: links of any rate."""
+    """Rate of the links in 10^6 bit/s; None: any rate."""
     limits: tuple[float | None, ...] | None = None
-    """None: under any limit."""
+    """Limits that the goal is for; None: any limit."""
     mean: float | None = None
     best: float | None = None
     least: float | None = None
@@ -39,7 +39,7 @@ class Contest:
     node_size: int | None = None
     """Ranks of a node, which share a link; None: each has its own."""
     rates_mbit: tuple[float | None, ...] = (200.0, 1000.0)
-    """10^6 bit/s; None: not shaped. Without any, peaks are counted, and nobody trains."""
+    """Rates of links in 10^6 bit/s; None: not shaped. Without any, peaks are counted, and nobody trains."""
     limits: tuple[float | None, ...] = (None,)
     """Factors of the counted peak of `BASE` with these micro-batches; None: unlimited."""
     rivals: tuple[Way, ...]
@@ -76,14 +76,14 @@ BASE = Way(sharding="FULL_SHARD", is_fully_shard=True)
 """Way to train whose peak limits refer to."""
 KEPT = Way(sharding="SHARD_GRAD_OP", is_fully_shard=True)
 AHEAD = tuple(replace(way, is_ahead=True) for way in (BASE, KEPT))
-"""As users get them who tell each unit which one to gather ahead."""
+"""Ways to train of users who tell each unit which one to gather ahead."""
 CHECKPOINTING = Way(sharding="FULL_SHARD", is_fully_shard=True, recomputes=True)
 FULL_SHARD, SHARD_GRAD_OP = Way(sharding="FULL_SHARD"), Way(sharding="SHARD_GRAD_OP")
 HYBRID, HYBRID_ZERO2, HPZ = Way(sharding="HYBRID_SHARD"), Way(sharding="HYBRID_SHARD_ZERO2"), Way(sharding="hpZ")
 HYBRID_CHECKPOINTING = replace(HYBRID, recomputes=True)
 DDP = Way(sharding="DDP")
 RESIDENT = Way(sharding="resident", by_operator=True)
-"""All that is frozen gathered once, by hand: every Linear a unit, and adapters kept to their backward."""
+"""Way with all that is frozen gathered once, by hand: every Linear a unit, adapters kept to their backward."""
 _BY_LINEAR = Way(sharding="FULL_SHARD", is_fully_shard=True, by_operator=True, recomputes=True)
 """The paper's order: a unit for each Linear, inside of blocks that are checkpointed."""
 

@@ -41,7 +41,7 @@ class Case:
     model: str
     num_ranks: int
     rate_mbit: float | None
-    """10^6 bit/s; None: not shaped."""
+    """Rate of the links in 10^6 bit/s; None: not shaped."""
     division: Division
     limits: tuple[float | None, ...]
     """Factors of the counted peak of `BASE` with these micro-batches; None: unlimited."""

@@ -20,24 +20,24 @@ from examples.mingpt.model import Block
 from lightning_osdp.core.text.byte_size import format_bytes
 
 WITHIN = 1.02
-"""Of the step time by hand."""
+"""Factor on the step time by hand."""
 MOST_DISPATCH = 0.03
-"""Of a step, that the optimizer takes longer than on plain tensors."""
+"""Fraction of a step that the optimizer takes longer than on plain tensors."""
 MOST_UNITS = 1.0
 """Bytes of the largest unit, whole, that the peak may be above that by hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """All blocks of a model in one mode, one sample a step and rank."""
+    """Model with all blocks in one mode, one sample a step and rank."""
 
     model: str
     mode: str
     num_ranks: int
     rate_mbit: float | None = None
-    """10^6 bit/s; None: not shaped."""
+    """Rate of the links in 10^6 bit/s; None: not shaped."""
     num_rounds: int
-    """Steps; of the peak, none."""
+    """Number of timed steps; without meaning where the peak is counted."""
 
 
 def times(cases: Sequence[Case]) -> Section:
@@ -53,7 +53,7 @@ def peaks(cases: Sequence[Case]) -> Section:
 
 
 def breakdown(cases: Sequence[Case]) -> Section:
-    """Where the time of a step under OSDP goes: on a rank of several, and on one alone."""
+    """Section on where the time of a step under OSDP goes: on a rank of several, and on one alone."""
     return Section(
         name="breakdown", cases=cases, measure=_broken_down, table=breakdown_table, targets=breakdown_targets
     )
@@ -103,7 +103,7 @@ def times_table(rows: Sequence[Row]) -> Table:
 
 
 def times_targets(rows: Sequence[Row]) -> list[Target]:
-    """OSDP costs nothing over what one writes by hand."""
+    """Targets that OSDP costs nothing over what one writes by hand."""
     return [
         Target(
             name=f"{row['case']['model']}, {row['case']['mode']}, {rate_of(row)}: step time over {other}",
@@ -128,7 +128,7 @@ def peaks_table(rows: Sequence[Row]) -> Table:
 
 
 def peaks_targets(rows: Sequence[Row]) -> list[Target]:
-    """OSDP takes hardly more than what is written by hand."""
+    """Targets that OSDP takes hardly more than what is written by hand."""
     return [
         Target(
             name=f"{row['case']['model']}, {row['case']['mode']}: units of memory above {BY_HAND}",
@@ -140,7 +140,7 @@ def peaks_targets(rows: Sequence[Row]) -> list[Target]:
 
 
 def _units_above_by_hand(row: Row, name: str) -> float:
-    """How many of the largest unit, whole in float32, a peak is above that by hand."""
+    """Bytes of a peak above the peak by hand, over those of the largest unit, whole in float32."""
     blocks = [child for child in build(row["case"]["model"]).modules() if isinstance(child, Block)]
     largest = max(4 * sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
     difference: int = row["bytes"][name] - row["bytes"][BY_HAND]
@@ -172,7 +172,7 @@ def breakdown_table(rows: Sequence[Row]) -> Table:
 
 
 def breakdown_targets(rows: Sequence[Row]) -> list[Target]:
-    """The optimizer takes hardly longer than one of plain tensors."""
+    """Targets that the optimizer takes hardly longer than one of plain tensors."""
     return [
         Target(
             name=f"{row['case']['model']}, {row['case']['mode']}: dispatch of the optimizer, of a step",
@@ -184,17 +184,17 @@ def breakdown_targets(rows: Sequence[Row]) -> list[Target]:
 
 
 def dispatch_s(host: dict[str, float]) -> float:
-    """What the optimizer's step takes beside its arithmetic."""
+    """Seconds of the optimizer's step beside its arithmetic."""
     return host["optimizer on rows"] - host["plain optimizer"]
 
 
 def ratios_of(seconds: Sequence[float], over: Sequence[float]) -> list[float]:
-    """Of steps of the same round."""
+    """Ratios of steps of the same round."""
     return [one / other for one, other in zip(seconds, over, strict=True)]
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies with 95%, whatever the distribution: between ranks n/2 -+ 0.98 sqrt(n), a binomial's.
+    """Interval of the median with 95%, whatever the distribution: between ranks n/2 -+ 0.98 sqrt(n), a binomial's.
 
     Example:
         >>> interval_of_median(range(100))

@@ -1,1 +1,1 @@
-"""What must hold on a GPU before anything that is planned for one is to be believed, checked one by one."""
+"""Checks of what must hold on a GPU before anything that is planned for one is to be believed."""

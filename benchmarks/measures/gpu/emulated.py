@@ -19,7 +19,7 @@ from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.operation_time import OperationRecorder
 
 FAMILIES = ("odd_mlp", "mingpt", "convolutional")
-"""Of operations that are one kernel on both: dropout has another mask on CPU, and SiLU's backward several kernels."""
+"""Families of operations that are one kernel on both: dropout's mask differs on CPU, SiLU's backward has several."""
 ERRORS = {
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB": True,
     "CUDA error: out of memory": True,
@@ -31,7 +31,7 @@ ERRORS = {
     "CUDA error: an illegal memory access was encountered": False,
     "NCCL error: remote process exited or there was a network error": False,
 }
-"""What CUDA and its libraries say -> whether it is that memory ran out."""
+"""Texts of errors of CUDA and its libraries -> True where they say that memory ran out."""
 BATCH, HEADS, LENGTH, DEPTH = 2, 4, 128, 64
 
 

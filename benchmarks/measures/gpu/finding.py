@@ -1,4 +1,4 @@
-"""What a check finds, and how checks run: one that raises has failed, and the others go on."""
+"""Findings of checks, and the running of checks: one that raises has failed, and the others go on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Check: TypeAlias = Callable[[torch.device], Iterator[Finding]]
 
 
 def findings_of(name: str, check: Check, device: torch.device) -> Iterator[Finding]:
-    """What a check finds, each as soon as it is there; the last one tells an error, or how long all of it took."""
+    """Yields findings of a check as soon as they are there; the last one tells an error, or how long the check took."""
     start = time.perf_counter()
     try:
         yield from check(device)

@@ -45,7 +45,7 @@ def made(name: str) -> Family:
 
 
 def num_samples_on(device: torch.device) -> int:
-    """Of a batch."""
+    """Number of samples of a batch."""
     return _NUM_SAMPLES[device.type]
 
 

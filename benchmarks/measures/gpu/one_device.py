@@ -63,7 +63,7 @@ _NUM_LOSSES = 5
 
 
 def environment(device: torch.device) -> Iterator[Finding]:
-    """What is there, and that it computes at all."""
+    """Checks the device and its libraries, and that it computes at all."""
     numbers: dict[str, Any] = {"torch": torch.__version__}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -118,7 +118,7 @@ def stopwatch(device: torch.device) -> Iterator[Finding]:
 
 
 def peaks(device: torch.device) -> Iterator[Finding]:
-    """What a step takes on fake tensors and on real ones."""
+    """Compares the memory of a step on fake tensors and on real ones."""
     precisions: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "float32": nullcontext,
         "bf16": partial(torch.autocast, device.type, dtype=torch.bfloat16),
@@ -183,7 +183,7 @@ def replays(device: torch.device) -> Iterator[Finding]:
 
 
 def optimizers(device: torch.device) -> Iterator[Finding]:
-    """What is predicted of an optimizer's step against its step on the whole model."""
+    """Compares what is predicted of an optimizer's step with its step on the whole model."""
     for name, make in _OPTIMIZERS.items():
         module = made("gpt").to(device)
         profile, _ = profile_optimizers(module, lambda m, make=make: [make(m.parameters())], device)  # type: ignore[misc]
@@ -246,7 +246,7 @@ def mixed_plan(module: Family, world_size: int, num_samples: int) -> Plan:
 
 
 def _predicted_bytes(name: str, plan: Plan, device: torch.device) -> int:
-    """Of one rank over a step of a plan, all that is alive."""
+    """Predicted peak of one rank over a step of a plan, all that is alive."""
     module = made(name).to(device)
     training = TrainingStep(module.loss, batch_size=plan.micro_batch_size)
     profile = profile_model(module, batch_on(device, module), training)

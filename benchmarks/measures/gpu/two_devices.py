@@ -42,7 +42,7 @@ FAULTS: tuple[tuple[Launcher, Case], ...] = (
 
 
 def _on_ranks(device: torch.device, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-    """What it returns on each rank; where one fails, the next check has others."""
+    """Results of a function on each rank; where a rank fails, the next check has other processes."""
     try:
         return local_ranks(NUM_RANKS, "nccl" if device.type == "cuda" else "gloo").run(
             function, kind=device.type, **kwargs
@@ -53,7 +53,7 @@ def _on_ranks(device: torch.device, function: Callable[..., Any], **kwargs: Any)
 
 
 def _own(kind: str) -> torch.device:
-    """This rank's device."""
+    """Device of this rank."""
     return torch.device(kind, dist.get_rank()) if kind == "cuda" else torch.device(kind)
 
 
@@ -157,7 +157,7 @@ def _ordered(*, kind: str) -> list[dict[str, Any]]:
 
 
 def in_slowest(seconds: float, device: torch.device) -> float:
-    """On the slowest rank."""
+    """Seconds of the slowest rank."""
     found = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found.item())

@@ -19,7 +19,7 @@ from lightning_osdp.scheduler import make_plan
 ADDITIVE = "modes and activations"
 """Name of the rows on whole blocks: a nested knapsack, where nothing overlaps."""
 HOST_COPY_S_PER_BYTE = 1 / 25e9
-"""Of a link of 16 PCIe 4.0 lanes."""
+"""Seconds per byte of a link of 16 PCIe 4.0 lanes."""
 CHOICES = tuple(choice for choice in ACTIVATION_CHOICES if choice != "keep")
 
 
@@ -43,7 +43,7 @@ def _block(profile: ModelProfile, name: str) -> BlockProfile:
 
 
 def _saving_less(segments: tuple[Segment, ...], choice: str) -> tuple[Segment, ...]:
-    """What a block's operators save lives while its backward runs: until theirs, where it was computed again."""
+    """Segments of a block that saves less, with the bytes that its backward holds of tensors that came back."""
     found: list[Segment] = []
     alive = ZERO
     for segment in segments:
@@ -67,7 +67,7 @@ def measure_block_plans(blocks: Sequence[int], shares: Sequence[float]) -> list[
 
 
 def _limit_bytes(profile: ModelProfile, share: float) -> int:
-    """That share of the way from the least that any plan takes to keeping everything."""
+    """Bytes at a share of the way from the least that any plan takes to keeping everything."""
     everything = setting(profile, overlaps=False)
     less = with_activations(profile, {block.name: "recompute_offload" for block in profile.blocks})
     nothing = setting(less, overlaps=False)

@@ -30,9 +30,9 @@ LINK = Link(latency_s=10e-6, seconds_per_byte=1 / 50e9)
 OVERHEAD = {"gather": UnitOverhead(fixed_s=10e-6), "flatten": UnitOverhead(fixed_s=40e-6)}
 WORLD_SIZE = 16
 SAMPLES = 2
-"""Of a micro-batch."""
+"""Samples of a micro-batch."""
 SWEPT_SAMPLES = 8
-"""Of a step that is divided into 1, 2, 4 or 8 micro-batches: all of these are planned for."""
+"""Samples of a step that is divided into 1, 2, 4 or 8 micro-batches: all of these are planned for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class PlanRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """How far from the best of all modes the search ends, where there are few enough to try them all."""
+    """Distance of the search from the best of all modes, where there are few enough to try them all."""
 
     num_problems: int
     num_best: int

@@ -18,17 +18,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of a decoder-only transformer."""
+    """Sizes of a decoder-only transformer."""
 
     kind: str
-    """``llama``, as torchtitan has it, ``mpt``, as llm-foundry has it, or ``demo``, as Lightning's documentation."""
+    """Kind of model: ``llama`` of torchtitan, ``mpt`` of llm-foundry, or ``demo`` of Lightning's documentation."""
     layers: int
     hidden: int
     heads: int
     ffn: int
     vocabulary: int
     kv_heads: int | None = None
-    """None: as many as `heads`."""
+    """Heads of keys and values; None: as many as `heads`."""
 
 
 class LanguageModel(nn.Module):
@@ -155,7 +155,7 @@ class MptBlock(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """In float32, by operations of their own, as torchtitan has ``rmsnorm``."""
+    """RMS norm in float32, by operations of their own, as torchtitan has ``rmsnorm``."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

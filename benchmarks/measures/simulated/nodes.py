@@ -30,16 +30,16 @@ MODELS = {
     "70B": _LLAMA(layers=80, hidden=8192, heads=64, ffn=28672, vocabulary=128256),
     "tiny": _LLAMA(layers=2, hidden=64, heads=8, ffn=128, vocabulary=256),
 }
-"""Those of Llama 3.1, and one for a test."""
+"""Models of Llama 3.1, and one for a test."""
 MACHINES = ("8 rtx-4090", "2x8 a100-80, 100gbit", "4x8 h100-sxm, 8x400gbit", "16x8 h100-sxm, 8x400gbit")
-"""As `Machine.parse` reads them; rates have their sources in its catalog."""
+"""Machines, as `Machine.parse` reads them; rates have their sources in its catalog."""
 MILLIONS_OF_TOKENS = (1, 4)
 OVER_ALL = "OSDP, sharded over all ranks"
 SPACES = {"OSDP": SearchSpace(), OVER_ALL: SearchSpace(modes=("ZDP", "DP"))}
 NOTHING = 1.02
 """Ratios below this are nothing that a simulation could tell."""
 _AS_GOOD = 0.999
-"""Of the best by hand's samples/s: a sweep stops where no size can be better by more than a thousandth."""
+"""Fraction of the best by hand's samples/s: a sweep stops where no size can be better by more than a thousandth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Case:
     """Samples of all ranks in an optimizer step."""
 
     def __str__(self) -> str:
-        """What stands in a line of progress."""
+        """Text of the case in a line of progress."""
         return f"{self.model} on {self.machine}, {self.global_batch} samples"
 
 
@@ -67,17 +67,17 @@ def cases() -> list[Case]:
 
 
 def quick_cases() -> list[Case]:
-    """One of a few seconds."""
+    """Case of a few seconds."""
     return [Case(model="tiny", machine="2x2 a100-80, 100gbit", global_batch=8)]
 
 
 def section(chosen: Sequence[Case]) -> Section:
-    """These cases."""
+    """Section of these cases."""
     return Section(name="nodes", cases=chosen, measure=measure, table=table, targets=targets, misses=remarks)
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """What everybody takes at the best division of the global batch, in bf16-mixed.
+    """Predicts what everybody takes at the best division of the global batch, in bf16-mixed.
 
     Returns:
         The limit of a rank's memory in bytes; `HandMade` configurations; and OSDP's plans by name, of those that fit,
@@ -128,7 +128,7 @@ def _profile(model: str, machine: str) -> ModelProfile:
 
 
 def best_by_hand(row: Row) -> Row | None:
-    """The fastest that fits; None where none does."""
+    """Fastest configuration by hand that fits; None where none does."""
     found: list[Row] = [each for each in row["by_hand"] if each["fits"]]
     return found[0] if found else None
 
@@ -177,7 +177,7 @@ def ratio(row: Row, name: str) -> float | None:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """Where nobody fits, where only OSDP does, and where it gains nothing."""
+    """Lines on where nobody fits, where only OSDP does, and where it gains nothing."""
     lines = []
     for row in rows:
         where, gained = str(Case(**row["case"])), ratio(row, "OSDP")

@@ -1,4 +1,4 @@
-"""How far predictions were off where steps were measured, from the files that benchmarks have written."""
+"""Errors of predictions where steps were measured, from the files that benchmarks have written."""
 
 from __future__ import annotations
 

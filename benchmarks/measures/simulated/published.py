@@ -39,7 +39,7 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.)")
 _DIFFERENCE = "C"
 """The set of which only the difference between its rows can be told."""
 RESHARDING = 0.25
-"""How far the difference between always and never resharding may be off, of the published one."""
+"""Fraction of the published difference between always and never resharding that the predicted one may be off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +49,19 @@ class Case:
     set: str
     model: str
     machine: str
-    """As `Machine.parse` reads it; ``@`` is the device of ``h100_96.toml``."""
+    """Machine, as `Machine.parse` reads it; ``@`` is the device of ``h100_96.toml``."""
     sequence: int
     batch: int
     """Samples of one GPU, in one micro-batch."""
     checkpointing: str
     """``none``, ``full``, ``every second block``, or ``by operation``, as torchtitan chooses operations."""
     strategy: str = "fully_shard"
-    """Or one of Lightning's, which have FSDP1: ``FULL_SHARD``, ``SHARD_GRAD_OP``; or ``DDP``."""
+    """Strategy: ``fully_shard``, Lightning's FSDP1, as ``FULL_SHARD`` or ``SHARD_GRAD_OP``, or ``DDP``."""
     reshard: str = "default"
-    """Of ``fully_shard``: ``always``, ``never``, or ``default``: all blocks but the last."""
+    """Resharding of ``fully_shard``: ``always``, ``never``, or ``default``: all blocks but the last."""
     gib: float | None = None
     allocated: bool = False
-    """Whether these are bytes of tensors, and not what the allocator reserved."""
+    """True if `gib` are of tensors, and not what the allocator reserved."""
     tokens_per_s: float | None = None
     does_not_fit: bool = False
     calibrates: bool = False
@@ -83,7 +83,7 @@ def _document() -> dict[str, Any]:
 
 
 def section(chosen: Sequence[Case]) -> Section:
-    """These rows, predicted."""
+    """Section of these rows, predicted."""
     return Section(name="published", cases=chosen, measure=measure, table=table, targets=targets)
 
 
@@ -143,7 +143,7 @@ def _by_block(profile: ModelProfile) -> dict[str, list[str]]:
 
 
 def _modes(case: Case, setting: Setting) -> tuple[Treatment, ...]:
-    """Whether each unit is resharded after forward; the root is not."""
+    """Modes of the units: ZDP where they are resharded after forward, which the root is not."""
     num_blocks = len(setting.units) - 1
     freed = {"always": num_blocks, "default": num_blocks - 1, "never": 0}[case.reshard]
     if case.strategy != "fully_shard":
@@ -154,7 +154,7 @@ def _modes(case: Case, setting: Setting) -> tuple[Treatment, ...]:
 
 @cache
 def _profile(model: str, sequence: int, spec: str, *, by_operation: bool) -> ModelProfile:
-    """Of two samples; parameters are gathered in bfloat16, but of the demo, and gradients reduced in float32."""
+    """Profile of two samples; parameters are gathered in bfloat16, but of the demo; gradients reduced in float32."""
     sizes = Sizes(**_document()["models"][model])
     with torch.device("meta"):
         module = made(sizes, sequence=sequence, by_operation=by_operation)
@@ -239,7 +239,7 @@ def memory_errors(rows: Sequence[Row]) -> list[float]:
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """What was wanted of them."""
+    """Targets of the rows' errors."""
     return [*_targets(rows)]
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a step under OSDP goes: what moves bytes, what waits, the optimizer, and what OSDP adds."""
+"""Breakdown of a step's time under OSDP: what moves bytes, what waits, the optimizer, and what OSDP adds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PLACES: tuple[tuple[Any, str, str], ...] = (
     (in_flight, "add_up", REDUCE),
     (dist.Work, "wait", WAIT),
 )
-"""What ``fully_shard`` calls, and under which name its time counts."""
+"""Functions that ``fully_shard`` calls, and the name under which the time of each counts."""
 
 
 def wall_times(*, model: str, mode: str, num_rounds: int) -> dict[str, float]:
@@ -93,7 +93,7 @@ def host_times(*, model: str, mode: str, world_size: int, num_rounds: int) -> di
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As ranks have it: the time of a thread that waits for others is not its own."""
+    """Keeps torch to one thread, as ranks have it: the time of a thread that waits for others is not its own."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -113,7 +113,7 @@ def _in_turns(steps: Mapping[str, Callable[[], Any]], num_rounds: int) -> dict[s
 
 
 def _plain_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The same over copies of this rank's rows, as plain parameters with gradients and states."""
+    """Optimizer of the same kind over copies of this rank's rows, as plain parameters with gradients and states."""
     groups, states = [], []
     for group in optimizer.param_groups:
         copies = [nn.Parameter(local(parameter.detach()).clone()) for parameter in group["params"]]

@@ -40,39 +40,39 @@ from lightning_osdp.simulation.step import StepEstimate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
 
 UNLIMITED = 2**62
-"""Bytes."""
+"""Bytes of a limit that limits nothing."""
 
 _MANY_SAMPLES = 12
-"""Profiled, too, where micro-batches may be of any size."""
+"""Samples that are profiled, too, where micro-batches may be of any size."""
 
 Division: TypeAlias = Literal["held", "auto", "scale"]
-"""What may be chosen of micro-batches: nothing; how the samples of a step are divided; any size, one of it a step."""
+"""Choice that is open for micro-batches: none; the division of a step's samples; any size, one of it a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entrant:
-    """One that takes part, for one limit: what is predicted, and what was measured."""
+    """Plan that takes part under one limit: what is predicted, and what was measured."""
 
     name: str
     limit: float | None
     """Factor of the counted peak of fully_shard FULL_SHARD; None: unlimited."""
     way: Way | None
-    """None: a plan that OSDP has searched."""
+    """Way to train without OSDP; None: a plan that OSDP has searched."""
     plan: str
-    """As JSON; where two take the same steps, one was run for both."""
+    """Plan as JSON; where two take equal steps, one was run for both."""
     counted_bytes: int | None
     """Peak; None where it is yet to be counted."""
     predicted_bytes: int | None
     predicted_s: float | None
-    """None for what is not `Way.is_predicted`."""
+    """Predicted seconds of a step; None where not `Way.is_predicted`."""
     compute_s: float
-    """Predicted."""
+    """Predicted seconds of computing in a step."""
     wire_bytes: float
-    """That a node sends to others in a step, or a rank where there are no nodes; predicted."""
+    """Predicted bytes that a node sends to others in a step, or a rank where there are no nodes."""
     measured_s: float = 0.0
     """Fastest step of the slowest rank."""
     sent_bytes: int = 0
-    """As many as `wire_bytes`, counted with headers; 0 where links are not shaped."""
+    """Bytes counted as for `wire_bytes`, with headers; 0 where links are not shaped."""
 
     @property
     def _key(self) -> str:
@@ -95,7 +95,7 @@ def on_one_rank(
     num_rounds: int,
     node_size: int | None,
 ) -> list[dict[str, Any]]:
-    """What every rank runs: profiles, measures the links, plans for every limit, and takes steps in turns.
+    """Profiles, measures the links, plans for every limit, and takes steps in turns; every rank runs this.
 
     Args:
         model: name of a family.
@@ -161,7 +161,7 @@ class _Plans:
         self._policy, self._spaces = policy, spaces
 
     def entries(self, fitting: Iterable[Baseline], limit: float | None, limit_bytes: int) -> list[_Entry]:
-        """Those that take part under a limit."""
+        """Entries that take part under a limit."""
         best: dict[str, tuple[float, _Entry]] = {}
         for baseline in fitting:
             plan = baseline.plan(
@@ -181,7 +181,7 @@ class _Plans:
         ]
 
     def entrant(self, name: str, limit: float | None, plan: Plan, baseline: Baseline | None) -> Entrant:
-        """With what is predicted."""
+        """Entrant of a plan, with what is predicted."""
         estimate = self._simulated(plan)
         is_predicted = baseline is None or baseline.is_predicted
         return Entrant(
@@ -219,7 +219,7 @@ class _Plans:
         return simulate(plan, self._nearest(plan), self._cluster)
 
     def _nearest(self, plan: Plan) -> ModelProfile:
-        """Of the micro-batch that is nearest to the plan's."""
+        """Profile of the micro-batch that is nearest to the plan's."""
         return min(self._profiles, key=lambda each: abs(log(each.profiled_batch_size / plan.micro_batch_size)))
 
     def _with_bytes(self, plan: Plan) -> Plan:
@@ -239,7 +239,7 @@ def _num_samples(plan: Plan) -> int:
 
 
 def _timed(model: str, entrants: Sequence[Entrant], num_rounds: int) -> list[Entrant]:
-    """Those of rank 0, on every rank, with the seconds of their steps; equal plans are run once."""
+    """Entrants of rank 0, on every rank, with the seconds of their steps; equal plans are run once."""
     shared: list[Any] = [entrants]
     dist.broadcast_object_list(shared, src=0)
     entrants = shared[0]
@@ -260,7 +260,7 @@ def _fit(model: str, entrant: Entrant, turns: Turns, *, num_steps: int) -> None:
 
 
 def _give_back() -> None:
-    """To the machine what profiling took and has freed: the fits of all that take part need all there is."""
+    """Gives back what profiling took and has freed: the fits of all that take part need all there is."""
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -268,7 +268,7 @@ def _give_back() -> None:
 
 @contextmanager
 def after_the_first_steps() -> Iterator[None]:
-    """What OSDP does in the first steps of every fit only, and which slows them, is not done in these, which are few.
+    """Leaves out, within the context, what OSDP does in the first steps of every fit only, and which slows them.
 
     On CPU it counts live bytes in three steps; ranks tell each other every collective before it in two: here in the
     first, which is not timed.

@@ -46,7 +46,7 @@ _NUM_COUNTED = 5
 
 
 class ByHand:
-    """What a user writes who knows ``fully_shard`` and wants nothing else; all-gathers are asynchronous.
+    """Code of a user who knows ``fully_shard`` and wants nothing else; all-gathers are asynchronous.
 
     Args:
         module: which is sharded in place.
@@ -96,7 +96,7 @@ class ByHand:
 
 
 def plan_for(module: Family, *, mode: str, world_size: int) -> Plan:
-    """Every block a unit in this mode, one sample a step."""
+    """Plan with every block a unit in this mode, one sample a step."""
     plan = Way(sharding=_SHARDINGS[mode]).plan(module, world_size=world_size, micro_batch_size=1)
     return replace(plan, asynchronous_unshard=True)
 

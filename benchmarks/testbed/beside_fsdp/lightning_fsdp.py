@@ -1,4 +1,4 @@
-"""What OSDP is compared with, as a user would give it to the Trainer: ``fully_shard``, and Lightning's strategies."""
+"""Rivals of OSDP, as a user would give them to the Trainer: ``fully_shard``, and Lightning's strategies."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ class Way:
     torch calls the second ``_HYBRID_SHARD_ZERO2``; ``DDP``, and then none of the others. Or modes of OSDP, one for each
     slice of an operator, such as ``hpZ`` or ``ZDP DP``: a plan by hand."""
     is_fully_shard: bool = False
-    """Whether ``fully_shard`` shards, as users of ``ModelParallelStrategy`` call it, or ``FSDPStrategy``."""
+    """True where ``fully_shard`` shards, as users of ``ModelParallelStrategy`` call it, and not ``FSDPStrategy``."""
     by_operator: bool = False
-    """Whether every Linear is a unit, as the paper's baseline has it, or every block."""
+    """True where every Linear is a unit, as the paper's baseline has it; else every block is."""
     inside: str | None = None
-    """Of a plan by hand, the part of a name that all operators have in these modes; others are whole and ZDP."""
+    """Part of a name that all operators in these modes have, for a plan by hand; others are whole and ZDP."""
     is_ahead: bool = False
-    """Whether ``fully_shard`` gathers the next unit ahead, forward and backward, asynchronously."""
+    """True where ``fully_shard`` gathers the next unit ahead, forward and backward, asynchronously."""
     recomputes: bool = False
-    """Whether blocks are checkpointed. Lightning does so inside of the units that are blocks, which is torch's best
+    """True where blocks are checkpointed. Lightning does so inside of the units that are blocks, which is torch's best
     order, and around the units that are inside of blocks, which is the paper's."""
 
     @property
     def name(self) -> str:
-        """For people, and to tell one from the others."""
+        """Name for people, which tells one way from the others."""
         sharding = f"fully_shard {self.sharding}" if self.is_fully_shard else self.sharding
         if self._is_by_hand and " " in sharding:
             sharding = " + ".join(f"{number} {mode}" for mode, number in Counter(sharding.split()).items())
@@ -60,11 +60,11 @@ class Way:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether `plan` predicts its steps, as ``fully_shard`` takes them."""
+        """True where `plan` predicts the way's steps, as ``fully_shard`` takes them."""
         return self.is_fully_shard or self._is_by_hand
 
     def strategy(self, module: Family, *, node_size: int | None = None) -> ParallelStrategy | None:
-        """For a Trainer of this module, on nodes of so many ranks; None: OSDP's own, with `plan`."""
+        """Strategy for a Trainer of this module, on nodes of so many ranks; None: OSDP's own, with `plan`."""
         if self.sharding == "DDP":
             return DDPStrategy()
         if self._is_by_hand:
@@ -93,7 +93,7 @@ class Way:
         num_micro_batches: int = 1,
         node_size: int | None = None,
     ) -> Plan:
-        """What the strategy does, as a plan; of what is not `is_predicted`, the most similar one of ``fully_shard``.
+        """Plan of what the strategy does; where not `is_predicted`, the most similar one of ``fully_shard``.
 
         ``FSDPStrategy`` reduces all gradients once, at the end, and ``ModelParallelStrategy`` in every micro-batch.
         (The root of FULL_SHARD is gathered in every micro-batch, the plan's only in the first one. DDP has no plan like
@@ -142,7 +142,7 @@ class Way:
         return HPZ if self.sharding == HPZ.name else _SHARDINGS.get(self.sharding, DP)
 
     def _fully_shard(self, module: Family, mesh: DeviceMesh) -> None:
-        """Once, in ``configure_model``; checkpointing is inside of the units. On gloo they reduce as OSDP's do."""
+        """Shards once, in ``configure_model``; checkpointing is inside of units. On gloo these reduce as OSDP's do."""
         if isinstance(module, FSDPModule):
             return
         if self.recomputes:
@@ -159,7 +159,7 @@ class Way:
 
 @lru_cache
 def _mesh(world: dist.ProcessGroup, node_size: int | None) -> DeviceMesh:
-    """All ranks in a row, or nodes and the ranks of each; one for all models, for process groups have threads."""
+    """Mesh of all ranks in a row, or of nodes and their ranks; one for all models, for process groups have threads."""
     world_size = world.size()
     if node_size is None:
         return init_device_mesh("cpu", (world_size,))
@@ -168,7 +168,7 @@ def _mesh(world: dist.ProcessGroup, node_size: int | None) -> DeviceMesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline(Way):
-    """One of these ways with so many samples in so many micro-batches, and its counted peak."""
+    """Way to train with so many samples in so many micro-batches, and its counted peak."""
 
     micro_batch_size: int
     num_micro_batches: int
@@ -176,7 +176,7 @@ class Baseline(Way):
 
     @property
     def way(self) -> Way:
-        """Without sizes."""
+        """Way without sizes."""
         return Way(**{field.name: getattr(self, field.name) for field in fields(Way)})
 
 

@@ -20,7 +20,7 @@ class TakenStep(NamedTuple):
 
     seconds: float
     sent_bytes: int
-    """That this rank's host has sent to others; 0 where ranks are not on hosts of their own."""
+    """Bytes that this rank's host has sent to others; 0 where ranks are not on hosts of their own."""
 
 
 def fits_in_turns(fits: Mapping[str, Callable[[Turns], None]], *, num_rounds: int) -> dict[str, list[TakenStep]]:
@@ -85,7 +85,7 @@ class Turns(pl.Callback):
         self._start_s = time.perf_counter()
 
     def end(self) -> None:
-        """An optimizer step has ended."""
+        """Ends an optimizer step."""
         assert self._start_s is not None
         seconds, self._start_s = time.perf_counter() - self._start_s, None
         dist.barrier()  # others of this host may still send
@@ -107,17 +107,17 @@ class Turns(pl.Callback):
 
 
 def seconds_of(steps: Mapping[str, list[TakenStep]]) -> dict[str, list[float]]:
-    """Of each, those of every step on this rank."""
+    """Seconds of every step on this rank, by fit."""
     return {name: [step.seconds for step in taken] for name, taken in steps.items()}
 
 
 def slowest_ranks(seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """Of each, every step on the rank that is slowest in it. Call it on all ranks."""
+    """Seconds of every step on the rank that is slowest in it, by fit. Call it on all ranks."""
     found = torch.tensor([*seconds.values()], dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return dict(zip(seconds, found.tolist(), strict=True))
 
 
 def fastest_of_slowest(seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """Of each, the fastest step of the rank that is slowest in it. Call it on all ranks."""
+    """Seconds of the fastest step on the rank that is slowest in it, by fit. Call it on all ranks."""
     return {name: min(steps) for name, steps in slowest_ranks(seconds).items()}

@@ -38,7 +38,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 class _Module(_DummyBackendModule):
-    """What checkpointing asks of a device's module, too."""
+    """Device module with what checkpointing asks of it, too."""
 
     _initialized = True
 
@@ -82,7 +82,7 @@ def traced(name: str, device: torch.device) -> tuple[dict[str, Any], set[str]]:
 
 
 def compared(names: Sequence[str]) -> list[dict[str, Any]]:
-    """What a process that has the accelerator finds of these families, one after the other.
+    """Findings of a process that has the accelerator on these families, one after the other.
 
     Raises:
         RuntimeError: the process failed.

@@ -46,7 +46,7 @@ class FakeCuda:
         self.device_s = max(self.device_s, self.host_s) + seconds
 
     def allocate(self, num_bytes: int) -> None:
-        """So many bytes come alive, or are freed where negative.
+        """Allocates so many bytes, or frees them where negative.
 
         Raises:
             OutOfMemoryError: there are not so many, in the allocator's words.
@@ -74,7 +74,7 @@ class FakeCuda:
 
     @contextmanager
     def installed(self) -> Iterator[FakeCuda]:
-        """Within it, ``torch.cuda`` is of this device, and so is the clock of `stopwatch`; tensors stay on CPU."""
+        """Makes ``torch.cuda`` and the clock of `stopwatch` this device's, within the context; tensors stay on CPU."""
         replaced: dict[str, Callable[..., Any]] = {
             "Event": lambda *, enable_timing: _Event(self),
             "Stream": lambda *_: SimpleNamespace(wait_stream=lambda _: None),
