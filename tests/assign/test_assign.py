@@ -58,17 +58,17 @@ def settings_to_plan(draw):
 
 
 class Every(NamedTuple):
-    """One assignment."""
+    """Numbers of one assignment."""
 
     bound_bytes: int
-    """By the closed form, straight from it."""
+    """Peak by the closed form, computed directly."""
     time_s: float
     peak_bytes: int
-    """By the simulated step."""
+    """Peak by the simulated step."""
 
 
 def every_assignment(found):
-    """All that there are."""
+    """Returns the numbers of all assignments."""
     memory = step_memory(found, engine=found.engine)
     return [
         Every(memory.peak(modes).peak_bytes, found.costs.step_time_s(modes), found.costs.exact_peak(modes).peak_bytes)
@@ -77,7 +77,7 @@ def every_assignment(found):
 
 
 def fastest(assignments, limit_bytes):
-    """Step time of the best that fits by the closed form, and of the best that fits."""
+    """Returns the least step time of what fits by the closed form, and of what fits by the simulation."""
     return tuple(
         min(each.time_s for each in assignments if each[which] <= limit_bytes)
         for which in (Every._fields.index("bound_bytes"), Every._fields.index("peak_bytes"))

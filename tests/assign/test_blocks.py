@@ -1,4 +1,4 @@
-"""What blocks do with what they save, chosen together with modes."""
+"""Treatments of what blocks save, chosen together with modes."""
 
 import dataclasses
 import itertools
@@ -171,7 +171,7 @@ def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data):
     ahead = max(unit.gathered_bytes for unit in setting.units) + 8 * setting.workload.micro_batch_size
     left_out = 0 if setting.engine.backward_prefetch == "none" else ahead
     assert estimate.peak.peak_bytes <= setting.costs.peak(modes).peak_bytes + left_out
-    # the same decided before, with the operators for units
+    # blocks decided before, with the operators for units
     fine = base.with_blocks(chosen_activations(setting, modes))
     modes = tuple(data.draw(st.sampled_from(options)) for options in fine.costs.options)
     estimate = simulated(fine, modes)

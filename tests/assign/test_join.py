@@ -135,7 +135,7 @@ def test_a_unit_around_others_is_not_joined(given_setting):
 
 
 def test_a_unit_inside_another_is_not_joined_with_one_outside(given_setting):
-    """The unit around it would be sharded before, or after, both of them."""
+    """Checks that units stay apart where a unit around one of them would be sharded before, or after, both."""
     found, _, _ = joined_in(given_setting(300, 100, 100, names=["body", "body.x", "last"]))
     assert found == {}
     found, _, _ = joined_in(given_setting(300, 100, 100, names=["body", "body.x", "body.y"]))

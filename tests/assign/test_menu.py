@@ -1,4 +1,4 @@
-"""What is left out of a unit's menu is of no use, whatever the other units and the limit."""
+"""Options left out of a unit's menu are of no use, whatever the other units and the limit."""
 
 import dataclasses
 import itertools

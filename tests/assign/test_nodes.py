@@ -18,7 +18,7 @@ OPERATORS = [
 ]
 
 TRAINED = [name for name in NAMED_MODES if name != "resident"]
-"""What there is for units in which something is trained."""
+"""Modes of units in which something is trained."""
 
 
 def given(setting, operators=OPERATORS, num_micro_batches=1, **cluster):

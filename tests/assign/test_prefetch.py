@@ -1,4 +1,4 @@
-"""Which units are gathered ahead: against brute force over all modes and all lists, and cases worked out by hand."""
+"""Units gathered ahead: against brute force over all modes and all lists, and cases worked out by hand."""
 
 import dataclasses
 import itertools
@@ -32,7 +32,7 @@ def subsets(names):
 
 
 def with_lists(family):
-    """All settings between what is gathered ahead at most and at least."""
+    """Yields the setting with every list of units gathered late, and the one that gathers as little ahead as may be."""
     names = [unit.name for unit in family.units if not unit.is_root]
     none = [()]
     forward = subsets(names) if family.engine.forward_prefetch != family.least_ahead.forward_prefetch else none
@@ -97,7 +97,7 @@ def test_to_gather_late_takes_no_more_bytes_and_to_gather_ahead_no_more_time(mod
 @settings(deadline=None, max_examples=60)
 @given(case=overlapped(most=4), prefetch=st.sampled_from(PREFETCH_CHOICES))
 def test_where_all_gathers_are_synchronous_gathering_ahead_in_forward_is_no_better(model, operator, case, prefetch):
-    """So it is not offered."""
+    """Shows why gathering ahead in forward is not offered there."""
     found = dataclasses.replace(made(model, operator, case), engine=FSDP2(asynchronous_unshard=False))
     implicit = dataclasses.replace(found, engine=dataclasses.replace(found.engine, backward_prefetch=prefetch))
     both = dataclasses.replace(implicit, engine=dataclasses.replace(implicit.engine, forward_prefetch=True))
@@ -109,7 +109,7 @@ def test_where_all_gathers_are_synchronous_gathering_ahead_in_forward_is_no_bett
 @settings(deadline=None, max_examples=60)
 @given(case=overlapped(most=4), prefetch=st.sampled_from(PREFETCH_CHOICES))
 def test_where_nothing_overlaps_asynchronous_all_gathers_are_as_fast_and_take_no_more(model, operator, case, prefetch):
-    """So synchronous ones are not offered there."""
+    """Shows why synchronous all-gathers are not offered there."""
     found = made(model, operator, case)
     found = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, overlaps=False))
     asynchronous, synchronous = (

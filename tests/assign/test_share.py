@@ -73,7 +73,7 @@ def test_equal_modes_in_a_block_share_its_unit_and_stacks_stay_apart(mode):
 
 @pytest.fixture
 def tried(monkeypatch):
-    """What was tried in other units."""
+    """Returns a list to which each attempt with other units is added."""
     found, make = [], share.in_other_units
 
     def record(setting, modes, what, *rest):

@@ -1,4 +1,4 @@
-"""What the planner may choose from."""
+"""Choices that the planner may be given, and refused ones."""
 
 import pytest
 

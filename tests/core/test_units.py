@@ -1,4 +1,4 @@
-"""Which operators share a unit."""
+"""Units that operators share."""
 
 import dataclasses
 
@@ -153,7 +153,7 @@ def module_trees(draw):
     if len(owners) > 1:
         one, other = draw(st.lists(st.sampled_from(owners), min_size=2, max_size=2, unique=True))
         common = [name for name in above[one] if name in above[other]]
-        # what lies between a tied operator and the module around both can be no unit of any operator
+        # modules between a tied operator and the module around both can be no unit of any operator
         between = {*above[one], *above[other]} - {*common}
         above = {name: [n for n in found if n not in between] for name, found in above.items()}
     return [(name, (*above[name], ""), draw(st.integers(0, 100))) for name in owners]
@@ -170,7 +170,7 @@ def test_every_operator_is_in_one_unit_where_fsdp_puts_it(model, operator, tree,
     names = {unit.name for unit in units}
     least = default_min_unit_bytes(profile) if min_unit_bytes is None else min_unit_bytes
     for unit in units:
-        # what is small may be a child of the root all the same, as the unit of what is inside it
+        # a small unit may be a child of the root all the same, as the unit of what is inside it
         is_around = "." not in unit.name and any(held.name != unit.name for held in unit.operators)
         assert unit.is_root or unit.parameter_bytes >= least or is_around
         for held in unit.operators:

@@ -18,7 +18,7 @@ def unit(model, operator):
 
 @pytest.fixture(scope="session")
 def workload():
-    """So many samples, in so many micro-batches."""
+    """Returns a function that makes a workload of so many samples in so many micro-batches."""
 
     def build(micro_batch_size=1, num_micro_batches=1):
         return Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches)

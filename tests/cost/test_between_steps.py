@@ -61,7 +61,7 @@ def test_one_rank_copies_its_shards_in_evaluation_without_a_buffer(three):
         # between steps 360, the largest unit and a shard of it 120 + 60
         ({"is_sharded": False}, "ZZZ", 360 + 180 + 720),
         ({"is_sharded": True}, "ZZZ", 360 + 180 + 360),
-        # what an evaluation has left gathered
+        # an evaluation has left units gathered
         ({"is_sharded": False}, "DDZ", 360 + 180 + 120 + 720),
     ],
 )

@@ -17,7 +17,7 @@ from tests.steps import step_of
 
 
 def num_bytes(unit, world_size):
-    """Of ZDP and of DP."""
+    """Returns bytes of a unit's model states under ZDP and under DP."""
     return [model_states_bytes(unit, mode, world_size) for mode in (ZDP, DP)]
 
 

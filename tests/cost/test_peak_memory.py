@@ -151,7 +151,7 @@ def test_a_unit_that_accumulates_holds_its_gradient_whole(three, modes, expected
 def test_with_two_micro_batches_the_second_begins_with_all_gradients_whole(three):
     exact, bound = both(three(), "zzz", num_micro_batches=2)
     assert exact.peak_bytes == 980 + 120 < bound.peak_bytes == 1220
-    assert exact.parts["accumulated gradients"] == 40 + 80  # those of m2 are sent
+    assert exact.parts["accumulated gradients"] == 40 + 80  # m2's are sent
 
 
 def test_more_samples_save_more(three):
@@ -243,7 +243,7 @@ def test_the_root_is_always_gathered(model, operator):
 
 
 def test_gradients_of_the_root_stay_unsharded_to_the_end(model, operator):
-    # the same with an operator of the root unit last: its 40 bytes of gradient live at rs(m1) = 900 + 40
+    # an operator of the root unit comes last: its 40 bytes of gradient live at rs(m1) = 900 + 40
     profile = model(operator("m0", 80), operator("m1", 120), operator("norm", 40, enclosing=("",)))
     assert seen(peak(profile, "ZZ", samples=1)) == (940, "reduce-scatter", "m1")
 

@@ -131,7 +131,7 @@ def simulated_peak(profile, units, modes, *, world_size, workload, engine):
 
 
 class Simulation:
-    """What `fully_shard` gathers, frees and reduces, unit by unit."""
+    """Gathers, frees and reductions of `fully_shard`, unit by unit."""
 
     def __init__(self, profile, units, modes, world_size, samples, engine):
         self.profile, self.units, self.engine = profile, units, engine
@@ -215,7 +215,7 @@ class Simulation:
             # each operator is one parameter, and the last one's gradient lives on; gloo receives as much
             more = operators[-1].gradient_bytes + sent if self.is_sharded else 0
             self.look(sent + sent / self.world_size + more)
-        # what gloo receives lives as long, and what comes back to be added to a gradient of a micro-batch before
+        # bytes that gloo receives live as long, and those that are added to a gradient of a micro-batch before
         again = sent / self.world_size if u in self.reduced else 0.0
         self.bytes["reduced"] += 0 if u in self.reduced else self.shard[u]
         self.reduced.add(u)

@@ -66,7 +66,7 @@ def test_zdp_is_never_faster_than_dp(unit, cluster, workload, name, case, world_
 def test_terms_are_linear_in_the_micro_batch_and_modes_differ_by_the_same_at_every_size(
     unit, cluster, workload, name, case, world_size, samples, number
 ):
-    # what the sweep over sizes relies on: a bound at one size bounds all larger ones
+    # the sweep over sizes relies on this: a bound at one size bounds all larger ones
     one, ring = unit(**case), cluster(world_size, latency_s=1e-5, seconds_per_byte=1e-10)
 
     def time_s(mode, size):
@@ -90,7 +90,7 @@ def test_a_unit_takes_the_sum_of_the_terms(unit, cluster, workload, mode):
 
 
 def seconds(unit, cluster, workload):
-    """Of ZDP and of DP."""
+    """Returns a unit's seconds of communication under ZDP and under DP."""
     return [communication_s(unit, mode, cluster=cluster, workload=workload) for mode in (ZDP, DP)]
 
 

@@ -12,7 +12,7 @@ OUTPUT, INSIDE = 100.0, 7.0
 
 
 def chain(num_blocks):
-    """Each block saves its input and its output where it keeps what it saves, else its input."""
+    """Makes a profile of blocks that save input and output where they keep what they save, else the input."""
     kept = [Segment(saved_bytes=Affine(INSIDE + OUTPUT + (OUTPUT if i == 0 else 0.0))) for i in range(num_blocks)]
     recomputing = [Segment(saved_bytes=Affine(OUTPUT)) for _ in range(num_blocks)]
     crossings = [

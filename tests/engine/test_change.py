@@ -1,4 +1,4 @@
-"""What may change of a plan while its module is trained, and what is refused."""
+"""Changes of a plan while its module is trained, and refused ones."""
 
 import dataclasses
 

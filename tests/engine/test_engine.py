@@ -1,4 +1,4 @@
-"""What the engine does, against figure 1 of the paper, and its settings as parts of plans."""
+"""Engine against figure 1 of the paper, and its settings as parts of plans."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def called(model, operator, num_calls):
 
 
 def collectives(mode, unit=None, num_micro_batches=1):
-    """All-gathers and reductions of a step."""
+    """Counts all-gathers and reductions of a step."""
     counts = effects_of(mode).counts(unit, num_micro_batches=num_micro_batches)
     return num_all_gathers(counts), counts["reduce"]
 

@@ -1,4 +1,4 @@
-"""What each rank holds of a unit, against `fully_shard` itself, and what an optimizer allocates for that, counted."""
+"""Bytes of a unit on each rank, against `fully_shard` itself, and counted allocations of an optimizer over them."""
 
 import random
 from dataclasses import replace

@@ -203,7 +203,7 @@ def test_paddings_are_gathered_and_sent_but_no_gradients():
     padded, whole = 8 * (COLUMNS + 1) * 4, 5 * (COLUMNS + 1) * 4
     found, _ = moments(linears(4, 4, rows=5), ZDP, FSDP2(backward_prefetch="none"), world_size=4, copies=False)
     assert found[0].parts["parameter shards"] == NUM_UNITS * padded / 4
-    assert found[0].parts["optimizer state"] == NUM_UNITS * 2 * padded / 4  # of rank 0, which owns all of its chunk
+    assert found[0].parts["optimizer state"] == NUM_UNITS * 2 * padded / 4  # rank 0's, which owns all of its chunk
     backward = next(moment for moment in found if moment.phase == "backward" and moment.operator == "m5")
     assert backward.parts["gathered parameters"] == 2 * padded  # copied out
     reduced = next(moment for moment in found if moment.phase == "reduce-scatter")
@@ -246,6 +246,6 @@ def test_gradients_are_sent_and_wait_in_the_dtype_of_reducing():
     found, _ = moments(profile, last, FSDP2(backward_prefetch="none"), world_size=2, num_micro_batches=3)
     assert max(moment.parts["accumulated gradients"] for moment in found) == NUM_UNITS * 4 * elements
     (first, *_) = [moment for moment in found if moment.phase == "reduce-scatter"]
-    # those of this micro-batch have been added, and the last whole one outlives its copy
+    # gradients of this micro-batch have been added, and the last whole one outlives its copy
     assert first.parts["accumulated gradients"] == (NUM_UNITS - 1) * 4 * elements
     assert first.parts["unsharded gradients"] == 2 * 4 * elements + 4 * elements / 2 + 4 * ROWS

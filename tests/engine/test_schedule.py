@@ -125,7 +125,7 @@ def sharded(model, units, modes, engine):
 
 
 def done(model, units, modes, engine, num_micro_batches, monkeypatch):
-    """By micro-batch of the second step: what FSDP2 does."""
+    """Returns the events of FSDP2 in the second step, one list for each micro-batch."""
     seen = []
     names = {}
 
@@ -186,7 +186,7 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch):
 
 
 def predicted(profile, units, modes, engine, num_micro_batches):
-    """The same, predicted: without frees of what is not there, and reductions of nothing."""
+    """Returns predicted events, one list for each micro-batch, without frees and reductions of nothing."""
     gathered, found = set(), []
     step = dataclasses.replace(step_of(profile, num_micro_batches=num_micro_batches), units=units)
     for events in engine.events_of(step, modes):

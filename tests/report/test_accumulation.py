@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def plan(*units, size=4, number=8, world_size=4, trains=True):
-    """Of (mode, sync) or (modes, sync), each unit of one MiB, after a root without parameters."""
+    """Makes a plan of (mode, sync) or (modes, sync), each unit of one MiB, after a root without parameters."""
     made = [Unit(name="", operators=(), kind="", treatments=named("DP"))]
     for index, (modes, sync) in enumerate(units):
         each = (modes,) if isinstance(modes, str) else modes

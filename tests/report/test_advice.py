@@ -124,7 +124,7 @@ def test_logits_that_are_handed_to_the_loss_go_with_it(build, ranks):
     loss = dataclasses.replace(loss, passed_bytes=Affine(0.0, 8000.0 + 100.0))  # with what `a` and `b` save
     profile = dataclasses.replace(profile, segments=(*before, handing, loss))
     plan = planned(profile, ranks)
-    # of the operator that makes them, 8400 less 7000
+    # workspace of the operator that makes the logits, 8400 less 7000
     assert "6.84 KiB" in by_change(plan, profile, ranks)["loss"].sentence
 
 
@@ -208,7 +208,7 @@ def test_activations_that_are_little_are_not_told(build, ranks):
 
 
 def recomputing(profile):
-    """With `a` a block that saves nothing and takes a second more where it recomputes."""
+    """Makes `a` a block that saves nothing and takes a second more where it recomputes."""
     again = (dataclasses.replace(profile.segments[0], saved_bytes=Affine()),)
     block = BlockProfile(name="a", span=(0, 0), segments={"recompute": again}, rerun_s=Affine(0.0, 1.0))
     return dataclasses.replace(profile, blocks=(block,))

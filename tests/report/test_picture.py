@@ -97,7 +97,7 @@ def bands(figure):
 
 
 def limits(figure):
-    """Where lines of the limit are."""
+    """Returns the heights at which lines of the limit are."""
     return [line.get_ydata()[0] for line in figure.axes[1].lines if line.get_color() == LIMIT_COLOUR]
 
 

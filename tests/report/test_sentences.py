@@ -1,4 +1,4 @@
-"""What is said of a plan, sentence by sentence."""
+"""Sentences that tell of a plan."""
 
 import dataclasses
 

@@ -86,7 +86,7 @@ def test_blocks_recompute_where_nothing_else_fits_and_no_more_of_them_than_that_
         estimate = simulate(found, deep, cluster(2, seconds_per_byte=0.01))
         assert estimate.peak.peak_bytes <= found.peak_bytes
         assert estimate.time_s == pytest.approx(found.step_time_s)
-        # those that are kept longest, and each frees what it would have saved but for its inputs
+        # blocks that are kept longest recompute, and each frees what it would have saved but for its inputs
         assert [block.name for block in found.blocks] == [f"h.{index}" for index in range(len(found.blocks))]
         assert {(block.activations, block.frees_bytes) for block in found.blocks} <= {("recompute", 560)}
     assert numbers == sorted(numbers)
@@ -158,7 +158,7 @@ def test_where_no_blocks_were_found_the_error_says_how_to_name_them(deep, cluste
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_stack_of_blocks_is_never_one_unit(model, operator, cluster, overlaps):
-    """Of an encoder that holds a third of the model, and of a decoder."""
+    """Stacks of an encoder that holds a third of the model, and of a decoder."""
     names = ["enc.0", "enc.1", *(f"dec.{block}" for block in range(4))]
     operators = (
         operator(f"{name}.{index}", 100, activation_bytes_per_sample=300, forward_s_per_sample=0.1)

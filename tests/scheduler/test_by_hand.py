@@ -1,4 +1,4 @@
-"""What people choose by hand, beside the plans that are searched."""
+"""Plans that people make by hand, beside those that are searched."""
 
 import dataclasses
 
@@ -111,7 +111,7 @@ def test_on_several_nodes_all_may_be_sharded_in_each(blocks, cluster):
         "HYBRID_SHARD", "HYBRID_SHARD, checkpointing", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2, checkpointing"
     }  # fmt: skip
     assert {name: several[name] for name in one} == one
-    # of the root's 2 MiB and three blocks' 8 an all-gather and a reduce-scatter in the node, where (m-1)/m passes a
+    # the root's 2 MiB and three blocks' 8 take an all-gather and a reduce-scatter in the node, where (m-1)/m passes a
     # link, and half of each all-reduced between two nodes, there and back
     moved = 2 * 1 / 2 * 1e-10 + 1 / 2 * 2 * 1 / 2 * 1e-9
     over_all = 2 * 3 / 4 * 1e-9

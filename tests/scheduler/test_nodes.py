@@ -17,7 +17,7 @@ def profile(model, operator):
 
 
 def plans(profile, cluster, **space):
-    """Those under limits from that of plain FSDP to that of the fastest plan."""
+    """Returns plans under limits from that of plain FSDP to that of the fastest plan."""
 
     def made(limit_bytes):
         return make_plan(

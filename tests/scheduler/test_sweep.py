@@ -117,7 +117,7 @@ def test_no_size_is_better_than_the_chosen_one_by_more_than_the_tolerance(
     profile = model(*(operator(**made) for made in operators))
     ring = dataclasses.replace(cluster(world_size, latency_s=0.01, seconds_per_byte=0.001), overlaps=overlaps)
     limit_bytes = int(share * 4 * sum(made["parameter_bytes"] for made in operators))
-    # of units as they are: which of them are shared differs from size to size, and is no part of what the gap is about
+    # units as they are: which of them are shared differs from size to size, and is no part of what the gap is about
     options = {
         "memory_limit_bytes": limit_bytes,
         "method": PlanMethod(search=search),

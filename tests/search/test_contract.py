@@ -1,4 +1,4 @@
-"""What every solver in the table owes, and what they owe each other."""
+"""Duties of every solver in the table, and of all solvers to each other."""
 
 import dataclasses
 import math
@@ -148,7 +148,7 @@ def problems(draw, seconds, sizes):
 coarse = problems(st.integers(0, 12).map(float), st.integers(0, 12).map(float))
 """Small whole numbers: many ties, many ways to fill the budget exactly."""
 fine = problems(st.floats(1e-6, 1.0), st.integers(0, 2**33).map(float))
-"""What profiles look like: measured seconds, whole bytes."""
+"""Problems as profiles have them: measured seconds, whole bytes."""
 
 
 @pytest.mark.parametrize("problems", [coarse, fine], ids=["coarse", "fine"])

@@ -128,7 +128,7 @@ def test_three_thousand_members_of_one_group_do_not_recurse():
 
 @pytest.fixture
 def hopeless():
-    """All operators save the same time per byte, so which of them fill the budget best is a subset sum."""
+    """Operators that all save the same time per byte: which of them fill the budget best is a subset sum."""
     draw = random.Random(0)
     sizes = [draw.randint(10**5, 10**8) for _ in range(100)]
     groups = tuple(Group(choices=(Choice(1e-9 * size, 0), Choice(0.0, size))) for size in sizes)

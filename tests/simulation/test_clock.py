@@ -94,7 +94,7 @@ CHOICES = st.lists(st.sampled_from(modes_of([*NAMED_MODES])), min_size=9, max_si
 
 
 def chosen(found, choices):
-    """These modes as far as the units have the choice."""
+    """Returns these modes as far as the units have the choice."""
     waits = found.workload.num_micro_batches > 1 and found.cluster.world_size > 1
     modes = []
     for unit, choice in zip(found.units, choices, strict=False):
@@ -136,7 +136,7 @@ def test_the_clock_shows_the_time_of_the_simulated_step(model, operator, tree, a
     found = Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **around)
     modes = chosen(found, choices)
     step, estimate = found.costs.clock.step(modes), simulated(found, modes)
-    assert step.time_s == pytest.approx(estimate.time_s, rel=1e-12)  # what is computed in a row is added up before
+    assert step.time_s == pytest.approx(estimate.time_s, rel=1e-12)  # computing in a row is added up before
     assert found.costs.step_time_s(modes) == pytest.approx(estimate.time_s)
     if found.cluster.overlaps:
         assert estimate.time_s <= found.costs.additive.time_s(modes) * (1 + 1e-12)

@@ -17,7 +17,7 @@ from tests.overlapped import made, overlapped
 from tests.steps import step_of
 
 NOTHING = Contention(computing=1 + 1e-12, collectives=1 + 1e-12)
-"""So little that the timeline with contention must find what the one without does."""
+"""Contention so small that the timeline with it must find what the one without does."""
 
 SLOW = Link(latency_s=0.0, seconds_per_byte=10 / 50)
 

@@ -1,4 +1,4 @@
-"""Every moment of a step, in order; how large each is, `test_peak_memory` works out."""
+"""Moments of a step, in order; `test_peak_memory` works out how large each is."""
 
 from dataclasses import replace
 from itertools import product
@@ -44,7 +44,7 @@ def test_moments_come_in_order(model, cluster):
         ("backward", "m2", 360 + 80 + 120 + 120),  # freed, and gradients in one tensor
         ("reduce-scatter", "m2", 360 + 80 + 120 + 120 + 60 + 120),
         ("backward", "m2", 360 + 80 + 120 + 120 + 60 + 120),
-        # what m2 has sent, and receives meanwhile, lives until m1 reduces
+        # bytes that m2 has sent, and receives meanwhile, live until m1 reduces
         ("backward", "m1", 360 + 60 + 80 + 80 + 240),
         ("backward", "m1", 360 + 60 + 80 + 80),
         ("reduce-scatter", "m1", 360 + 60 + 80 + 80 + 40 + 80),
