@@ -1,4 +1,4 @@
-"""What has come alive since a census, whoever holds it."""
+"""Tensors that have come alive since a census, whoever holds them."""
 
 import gc
 

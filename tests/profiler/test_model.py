@@ -364,7 +364,7 @@ def test_a_step_that_does_not_fit_unsharded_is_timed_operation_by_operation(capl
 
 
 class Contrasting(Net):
-    """Its training step moves an average of its weights, as contrastive methods do, and counts in an object."""
+    """Net whose training step moves an average of its weights, as contrastive methods do, and counts in an object."""
 
     def __init__(self):
         super().__init__()
@@ -435,7 +435,7 @@ def in_variable(size):
 
 @pytest.fixture
 def empty_caches(monkeypatch):
-    """Makes them anew: what was imported when tests were collected is frozen, and not among all objects."""
+    """Makes caches anew: what was imported when tests were collected is frozen, and not among all objects."""
     monkeypatch.setitem(globals(), "bounded", functools.lru_cache(maxsize=8)(bounded.__wrapped__))
     monkeypatch.setitem(globals(), "unbounded", functools.cache(unbounded.__wrapped__))
     monkeypatch.setitem(globals(), "Masked", type("Masked", (), {**vars(Masked), "masks": {}}))

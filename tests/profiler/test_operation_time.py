@@ -234,7 +234,7 @@ INDEXED = {
 
 
 def operands_seen(operation):
-    """Of every call while it is replayed."""
+    """Returns the operands of every call while an operation is replayed."""
     seen = []
 
     class Watched(TorchDispatchMode):

@@ -166,7 +166,7 @@ def test_a_scheduler_on_the_optimizer_does_no_harm():
 
 
 class WithAttributes(Optimizer):
-    """As people write them: options as attributes, values read with item(), which meta tensors do not have."""
+    """Optimizer as people write it: options as attributes, values read with item(), which meta tensors do not have."""
 
     def __init__(self, params, rate):
         super().__init__(params, {})
@@ -375,7 +375,7 @@ def test_on_cuda_parameters_are_updated_at_once_unless_somebody_chose():
 
 
 class Counted(SGD):
-    """Of a made-up device: a step takes 2 ms, 0.1 ms for each parameter, and 3 ns for each element."""
+    """Optimizer of a made-up device: a step takes 2 ms, 0.1 ms for each parameter, and 3 ns for each element."""
 
     def seconds(self):
         updated = [p for group in self.param_groups for p in group["params"]]

@@ -11,7 +11,7 @@ from tests.profiler.wrapped import compare, gradients
 
 
 def measured(profile):
-    """What a second profile must repeat exactly: everything but times."""
+    """Returns all of a profile that a second one must repeat exactly: everything but times."""
     memory = [
         {name: value for name, value in vars(segment).items() if not name.endswith("_s")}
         for segment in profile.segments

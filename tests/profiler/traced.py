@@ -47,7 +47,7 @@ def linear():
 
 
 class Bytes(NamedTuple):
-    """Beside what was there before the step."""
+    """Bytes beside those that were there before the step."""
 
     forward_peak: int
     at_loss: int
@@ -81,7 +81,7 @@ def count(module, batch, step, context=nullcontext):
 
 
 def real_and_fake(module, batch, size, step, precision="float32"):
-    """The same step on real and on fake tensors, with another number of samples unless that is None."""
+    """Counts bytes of a step on real and on fake tensors, with another number of samples unless that is None."""
 
     def sized(batch):
         return batch if size is None else resized(batch, 4, size)
@@ -111,7 +111,7 @@ def _found(step, context):
 
 
 def both(module, batch, batch_size, run):
-    """Whether blocks were left out, what is then found, and what the whole model says."""
+    """Returns whether blocks were left out, what is then found, and what the whole model says."""
     step = StepRunner(module, batch, batch_size, run, CPU)
     before = [*module.named_modules()]
     traced, short = _found(step, nullcontext())
@@ -121,7 +121,7 @@ def both(module, batch, batch_size, run):
 
 
 def deepened(module):
-    """With copies of the last block in every list of equal ones, so that there are enough."""
+    """Adds copies of the last block to every list of equal ones, so that there are enough, and returns the module."""
     for child in [*module.modules()]:
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1 and len({*map(_shapes, child)}) == 1:
             for _ in range(DEPTH - len(child)):

@@ -1,4 +1,4 @@
-"""What is out of memory, and what is not; and what no device survives."""
+"""Errors of memory, other errors, and those that no device survives."""
 
 import pytest
 import torch

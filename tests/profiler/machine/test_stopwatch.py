@@ -171,7 +171,7 @@ def test_replays_and_segments_are_timed_on_the_device(gpu):
 
 
 class Launching(torch.utils._python_dispatch.TorchDispatchMode):
-    """Each operation is a kernel of so many seconds."""
+    """Mode that launches a kernel of so many seconds for each exponential."""
 
     def __init__(self, gpu, seconds):
         super().__init__()

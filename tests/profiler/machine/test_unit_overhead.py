@@ -1,4 +1,4 @@
-"""What the runtime takes for a unit: parts of what was measured, and which collectives were in it."""
+"""Overhead of the runtime for a unit: parts of what was measured, and the collectives that were in it."""
 
 from collections import Counter
 from functools import partial

@@ -35,7 +35,7 @@ class Noise(nn.Module):
 
 
 class Attention(nn.Module):
-    """With a probability in a module of its own, as GPT-2 of Hugging Face has it."""
+    """Attention with a probability in a module of its own, as GPT-2 of Hugging Face has it."""
 
     def __init__(self, is_named):
         super().__init__()

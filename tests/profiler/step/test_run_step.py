@@ -72,7 +72,7 @@ SEQUENCES = [torch.arange(float(length)) for length in (3, 4, 2, 5)]
         ([{"image": each, "boxes": torch.ones(7, 4)} for each in SEQUENCES], (4,), 4),
         ({"weights": torch.tensor(1.0), "x": torch.ones(5)}, (), 5),
         ("text", (), 1),
-        # of two loaders
+        # batches of two loaders
         ([[torch.ones(4, 7), torch.ones(4, 3)], [torch.ones(5, 7), torch.ones(5, 3)]], (), 4),
     ],
 )

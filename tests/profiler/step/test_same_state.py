@@ -1,4 +1,4 @@
-"""What a step leaves behind after a batch, and after its halves."""
+"""State that a step leaves behind after a batch, and after its halves."""
 
 import copy
 import itertools

@@ -213,4 +213,4 @@ def test_of_many_equal_blocks_a_few_are_traced():
 
 def test_a_block_that_saves_something_after_its_last_operator_is_run_again_early(model):
     early = {block.name.split(".")[0]: block.reruns_early for block in model.blocks}
-    assert early == {"attentions": False, "mlps": True}  # of the dropout after its last layer
+    assert early == {"attentions": False, "mlps": True}  # the dropout after its last layer makes it so

@@ -153,7 +153,7 @@ def test_the_backward_of_an_operator_around_others_begins_where_it_returned():
         block=gained(lambda n, x: n.two(n.one(x * n.gain)) * n.gain, one=linear(), two=linear()),
     )
     assert calls_of(net).sequence == ["first", "block", "block.one", "block.two"]
-    # what the block does before its first operator is undone in that one's segment, as between any two operators
+    # backward of the block's start runs in its first operator's segment, as between any two operators
     assert path(net) == ([0, 1, 2, 3, 4], [4, 3, 2, 0])
 
 

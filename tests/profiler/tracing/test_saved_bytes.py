@@ -222,7 +222,7 @@ def test_a_gradient_that_waits_for_the_rest_of_it_is_no_workspace():
     b, again = profile.segments[1], profile.segments[2]
     assert b.backward_workspace_bytes.at(2) < weight  # a's lives, from its last call on
     assert again.backward_workspace_bytes.at(2) < weight
-    assert profile.segments[0].backward_workspace_bytes.at(2) >= weight  # what is added to it
+    assert profile.segments[0].backward_workspace_bytes.at(2) >= weight  # the gradient that is added to it
 
 
 class Gained(nn.Module):

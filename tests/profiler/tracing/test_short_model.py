@@ -177,7 +177,7 @@ def every_fourth_larger(blocks):
 
 
 def counted(blocks):
-    """The sixth call does more."""
+    """Counts calls of all blocks; the sixth call does more."""
     calls = blocks[0].calls = [0]
 
     def count(_, __, x):
@@ -228,7 +228,7 @@ def one_frozen(blocks):
 
 
 def skips(model, x):
-    """As a U-Net: the second half takes what the first half left."""
+    """Runs blocks as a U-Net: the second half takes what the first half left."""
     left, half = [], len(model.blocks) // 2
     for block in model.blocks[:half]:
         x = block(x)
@@ -239,7 +239,7 @@ def skips(model, x):
 
 
 def features(model, x):
-    """Some outputs are used by what follows."""
+    """Runs blocks, and joins the outputs of every fourth one."""
     kept = []
     for index, block in enumerate(model.blocks):
         x = block(x)
@@ -249,7 +249,7 @@ def features(model, x):
 
 
 def looked_at_later(model, x):
-    """One output in the middle is kept, and nothing is done with it."""
+    """Runs blocks, and keeps one output in the middle with which nothing is done."""
     kept = []
     for index, block in enumerate(model.blocks):
         x = block(x)
