@@ -18,7 +18,7 @@ from lightning_osdp.profiler import LiveBytes
 CPU = torch.device("cpu")
 CHOICES = ("recompute", "offload", "recompute_offload")
 FORMS = [("recompute", False), ("offload", False), ("recompute_offload", False), ("recompute_offload", True)]
-"""The last one is fairscale's form."""
+"""Treatments of what blocks save, each with whether fairscale's form carries it out."""
 
 
 class Part(nn.Module):
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def apply(net, blocks, units=()):
-    """Has blocks of a model do so; what they have on the host."""
+    """Applies what blocks do to a model, and returns the memory that they use on the host."""
     forwards = BlockForwards(net, CPU)
     forwards.choose(blocks, units=units)
     return forwards.memory
@@ -108,7 +108,7 @@ def test_the_same_in_autocast(activations, reentrant):
 
 
 def forms_used(net, monkeypatch):
-    """Whether each call of a block in three steps took fairscale's form."""
+    """Returns a list that gets, for each call of a block, whether the call took fairscale's form."""
     used = []
     for part in net.parts:
         reentrant = part.forward._reentrant
@@ -293,7 +293,7 @@ MASK = 64 * 64
     ],
 )
 def test_bytes_that_a_block_keeps_on_the_device_and_on_the_host(activations, on_device, on_host):
-    """Kept are its input, q, k and v, the scores, what is projected, the tanh and the inverse of the mask."""
+    """Values that the block keeps: its input, q, k and v, the scores, the projection, the tanh and the inverse mask."""
     net = nn.Sequential(nn.Linear(32, 32), Attention())
     memory = None
     if activations != "keep":
@@ -341,7 +341,7 @@ def test_names_that_cannot_be_blocks_are_refused(names, message):
 
 
 def saved_bytes(net):
-    """What a forward saves for backward."""
+    """Returns the number of bytes that a forward saves for backward."""
     sizes = []
     torch.manual_seed(1)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.nbytes) or tensor, lambda t: t):

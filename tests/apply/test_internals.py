@@ -1,4 +1,4 @@
-"""What torch's ``fully_shard`` has that is not public, and does as is assumed: another torch fails here first."""
+"""Private parts of torch's ``fully_shard`` exist and do as is assumed: another torch fails here first."""
 
 import dataclasses
 import inspect
@@ -111,7 +111,7 @@ def train(model, step, optimizer_step):
 
 
 class Scaled(Net):
-    """With a scalar, which is no shard."""
+    """Net with a scalar parameter, which is no shard."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +132,7 @@ def plainly_trained():
 
 
 def trained():
-    """The same under a plan, with all else that a fit may do; what may be refused is told."""
+    """Trains under a plan with all else that a fit may do; returns losses, weights and the texts of refusals."""
     module, told = Scaled(), []
     plan = plan_of(module, {"first": "ZDP", "second": "DP"}, world_size=1, micro_batch_size=2)
     sharded = ShardedModel.planned(module, plan, device=torch.device("cpu"))
@@ -178,7 +178,7 @@ def test_this_torch_has_everything(net):
 
 @pytest.mark.parametrize("name", [*METHODS, *ATTRIBUTES])
 def test_a_torch_that_lacks_one_trains_or_is_refused(monkeypatch, name):
-    """Never an error from inside a step, and never other losses."""
+    """Checks that a step never raises an error, and never gives other losses than plain torch."""
     path, _, attribute = name.rpartition(".")
     kinds = {kind.__name__: kind for kind in access._METHODS}
     if path == "TrainingState":  # members of an Enum cannot be replaced

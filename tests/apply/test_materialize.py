@@ -23,7 +23,7 @@ def on_meta(make):
 
 
 class Affine(nn.Module):
-    """A part of it may have values already, when ``reset_parameters`` sets everything to one."""
+    """Module of which one parameter may have values already, when ``reset_parameters`` sets all to one."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Affine(nn.Module):
 
 
 class Parent(nn.Module):
-    """It initialises its child once more, as its constructor would."""
+    """Module that initialises its child once more, as its constructor would."""
 
     def __init__(self):
         super().__init__()

@@ -52,7 +52,7 @@ class LateStream:
 
 
 def storage_of(reference):
-    """None if it is free."""
+    """Returns the storage of a weak reference, or None if the storage is free."""
     return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
@@ -104,7 +104,7 @@ def test_copies_beside_computing_change_no_number(activations, units):
 
 
 def live_bytes(stream):
-    """After each block of forward, and the peak of forward and backward."""
+    """Returns live bytes after each block of forward, and the peak of forward and backward."""
     net = chain()
     offloading(net, stream)
     batch, after = torch.ones(ROWS, WIDTH), []

@@ -119,7 +119,7 @@ def test_slices_of_meta_operators_get_what_the_whole_ones_would(first, second, t
 
 
 class Resetting(nn.Module):
-    """It initialises a child, too, which is sharded by then."""
+    """Module that initialises a child, too, which is sharded by then."""
 
     def __init__(self):
         super().__init__()

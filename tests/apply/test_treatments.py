@@ -1,4 +1,4 @@
-"""Every axis of a unit is carried out; that steps then do so is in `tests/distributed`."""
+"""Appliers of all axes of a unit; tests of steps that do as the axes say are in `tests/distributed`."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def test_every_axis_of_units_has_an_applier():
         (ZDP, ZDP, []),
         (ZDP, DP, ["keep"]),
         (DP, ZDP.but(reduce="last"), ["keep", "reduce"]),
-        (HDP, DP, []),  # what cannot change is refused before
+        (HDP, DP, []),  # an axis that cannot change is refused before
     ],
 )
 def test_a_change_goes_through_the_axes_that_differ_and_can_change(monkeypatch, before, after, expected):

@@ -55,7 +55,7 @@ def test_names_frozen_parameters_and_buffers_stay():
 
 @pytest.mark.parametrize(("prefetch", "forward"), [("pre", True), ("pre", False), ("none", False)])
 def test_prefetching_is_the_plans(prefetch, forward):
-    """Of the units of forward, root first: what each gathers ahead when forward, or backward, comes to it."""
+    """Compares the forward prefetch of the units' states with the plan's."""
     chosen = dataclasses.replace(plan(NESTED), backward_prefetch=prefetch, forward_prefetch=forward)
     root = apply_plan(Nested(), chosen, device=CPU)
     states = [access.state_of(module) for module in root.modules() if isinstance(module, FSDPModule)]

@@ -37,7 +37,7 @@ class Allocator:
         self.requested = 0
 
     def use(self, num_bytes):
-        """So many bytes live for a moment."""
+        """Holds so many bytes for a moment."""
         self.requested = max(self.requested, num_bytes)
 
     def stats(self, _):

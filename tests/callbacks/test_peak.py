@@ -42,7 +42,7 @@ def test_on_cuda_the_peak_is_the_allocators_after_the_warm_up(gpu):
 def test_a_batch_that_is_skipped_leaves_nothing_counting():
     counter = PeakCounter(torch.device("cpu"))
     trainer = SimpleNamespace(model=torch.nn.Linear(2, 2), optimizers=[], callbacks=[], strategy=None)
-    for _ in range(2):  # of the first one nobody says that it ends
+    for _ in range(2):  # nobody says that the first one ends
         counter.start(trainer, torch.zeros(4), num_steps=WARM_UP_STEPS)
     counter.stop()
     kept = torch.zeros(2**20)

@@ -1,4 +1,4 @@
-"""To all who look at it, a split operator is the whole one: names, state, hooks, attributes."""
+"""Split operators are whole ones to all who look at them: names, state, hooks, attributes."""
 
 import copy
 import pickle

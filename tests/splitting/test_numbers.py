@@ -151,7 +151,7 @@ def operator_and_input(num_slices):
 
 
 def forward_bytes(num_slices):
-    """Most bytes that forward takes, and those that it leaves."""
+    """Returns the most bytes that forward takes, and the bytes that it leaves."""
     operator, x = operator_and_input(num_slices)
     with LiveBytes("cpu") as live:
         before = live.track([x, *operator.parameters()])
@@ -161,7 +161,7 @@ def forward_bytes(num_slices):
 
 
 def backward_bytes(num_slices):
-    """Most bytes that backward takes for the gradient of the input."""
+    """Returns the most bytes that backward takes for the gradient of the input."""
     operator, x = operator_and_input(num_slices)
     operator.requires_grad_(False)
     y = operator(x)
@@ -186,7 +186,7 @@ def test_backward_takes_one_gradient_of_the_input_and_a_part_of_it():
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
 @pytest.mark.parametrize("make", [linear, conv1d, embedding])
 def test_a_hook_of_what_is_returned_stays_where_that_is_changed_in_place(make, leading):
-    """As of the whole operator: `fully_shard` gathers parameters for backward in such hooks."""
+    """Keeps hooks as a whole operator does: `fully_shard` gathers parameters for backward in such hooks."""
     operator, seen = split(make(4, 3, True), 2), []
     output = operator(torch.ones(leading, dtype=torch.long) if make is embedding else torch.ones(*leading, 4))
     output.register_hook(seen.append)
