@@ -1,4 +1,4 @@
-"""What a fit is refused for before it trains, on one rank: each error is ours, and says what to do."""
+"""Errors of fits before training, on one rank: each error is ours, and says what to do."""
 
 import logging
 import os
@@ -39,7 +39,7 @@ class Net(L.LightningModule):
 
 
 class Deeper(Net):
-    """With a layer more."""
+    """Net with a layer more."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class WithoutParameters(Net):
 
 @pytest.fixture
 def quiet(monkeypatch):
-    """Links are stated; nothing is logged but warnings."""
+    """States the links; logs nothing but warnings."""
     link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
     stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
     monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
@@ -156,7 +156,7 @@ def test_an_lstm_that_this_cpu_lacks(fit):
 
 
 class TakesIterator(Net):
-    """Whose step takes the loader's iterator; it optimizes manually if asked."""
+    """Model whose step takes the loader's iterator; it optimizes manually if asked."""
 
     def __init__(self, *, is_manual=False):
         super().__init__()
@@ -223,7 +223,7 @@ def cut(path):
 
 
 def zero(path):
-    """In the middle of what is pickled."""
+    """Writes zeros into the middle of what is pickled."""
     file = path / ".metadata" if path.is_dir() else path
     content = bytearray(file.read_bytes())
     content[300:600] = bytes(300)

@@ -1,4 +1,4 @@
-"""What is shown, saved and logged of a plan is what runs: fitted, resumed, after a dry run, and fitted again."""
+"""Plans that are shown, saved and logged are those that run: fitted, resumed, after a dry run, and fitted again."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Which divisions give the same optimizer steps: against windows written out sample by sample."""
+"""Divisions that give the same optimizer steps: against windows written out sample by sample."""
 
 from types import SimpleNamespace
 
@@ -129,7 +129,7 @@ def test_a_fit_goes_on_in_the_micro_batches_of_its_plan_or_of_its_checkpoint():
     assert checkpoint == {"osdp_division": (8, 2)}
     assert division.resumed(work(2, 8)) == work(2, 8)
     assert division.resumed(work(3, 5)) is None  # not of these steps
-    assert division.resumed(None) == work(4, 4)  # of a run in the user's own
+    assert division.resumed(None) == work(4, 4)  # a run in the user's own micro-batches
     for saved in (work(8, 2), work(3, 5)):
         division.resume(fit, saved)
     with pytest.raises(ConfigurationError, match=r"^Expected the checkpoint's 2 samples x 8 micro-batches to be plann"):

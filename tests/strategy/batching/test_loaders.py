@@ -28,7 +28,7 @@ class Counted(Countless):
 
 
 class Spent(IterableDataset):
-    """Always the same iterator: what was read of it is gone."""
+    """Dataset that always returns the same iterator: what was read of it is gone."""
 
     def __init__(self):
         self.rest = iter(torch.arange(10.0))

@@ -27,7 +27,7 @@ class Countless(IterableDataset):
 
 
 class Stubborn(DataLoader):
-    """Its constructor's argument is no attribute, so nobody can call it again."""
+    """Loader whose constructor's argument is no attribute, so nobody can call the constructor again."""
 
     def __init__(self, source):
         super().__init__(source, batch_size=2)

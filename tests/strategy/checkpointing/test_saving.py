@@ -23,12 +23,12 @@ CHANGES = ["rename", "replace", "unlink", "rmdir", "fsync"]
 
 
 class Killed(BaseException):
-    """From this moment on the process changes nothing."""
+    """Error from which on the process changes nothing."""
 
 
 @pytest.fixture
 def killed_at(monkeypatch):
-    """Within it, the n-th change of the file system and all later ones do not happen."""
+    """Returns a context in which the n-th change of the file system and all later ones do not happen."""
 
     @contextmanager
     def at(number):
@@ -72,7 +72,7 @@ def read(path):
 
 
 def found_by_last(folder):
-    """What ``ckpt_path="last"`` resumes from."""
+    """Returns the path that ``ckpt_path="last"`` resumes from."""
     paths = ModelCheckpoint(dirpath=folder)._find_last_checkpoints(mock.Mock())
     return Path(max(paths, key=os.path.getmtime))
 

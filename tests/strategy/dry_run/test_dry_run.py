@@ -1,4 +1,4 @@
-"""What has a dry run, and what has not."""
+"""Fits that have a dry run, and fits that have none."""
 
 import lightning as L
 import pytest

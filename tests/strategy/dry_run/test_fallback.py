@@ -1,4 +1,4 @@
-"""What is said of a dry run."""
+"""Messages about a dry run."""
 
 import pytest
 

@@ -17,15 +17,14 @@ from lightning_osdp.strategy.planning import plan_fit
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 LEFT_OUT = {"val_dataloaders", "num_val_batches", "num_sanity_val_batches", "should_stop"}
-"""The first three are there when validation is about to run, which in training, too, may be after the first step. The
-last is what `Reader` writes."""
+"""Names that may differ: validation sets three, before the first step in training, too; `Reader` writes the last."""
 OURS = ("lightning_osdp.callbacks", "lightning_osdp.strategy.runtime", "lightning_osdp.strategy.sharding")
-"""Has callbacks that the strategy adds; they look at nothing but training."""
+"""Packages whose callbacks the strategy adds; these look at nothing but training."""
 PLAIN = (bool, int, float, str, type(None), torch.device, torch.dtype)
 
 
 def told(value):
-    """What can be compared of a value that two objects may have."""
+    """Returns the parts of a value that can be compared where two objects have one."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, torch.Tensor):
@@ -44,7 +43,7 @@ def told(value):
 
 
 def public(holder):
-    """Everything that can be read of an object by a public name, without a call."""
+    """Returns all that can be read of an object by public names, without a call."""
     names = {*dir(type(holder)), *vars(holder)}
     found = {}
     for name in sorted(name for name in names if not name.startswith("_")):

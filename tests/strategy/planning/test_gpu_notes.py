@@ -1,4 +1,4 @@
-"""What is said of GPUs before training; no device is needed to compile for one."""
+"""Notes about GPUs before training; no device is needed to compile for one."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""What is planned for under the options of accumulation."""
+"""Plans under the options of accumulation."""
 
 import pytest
 

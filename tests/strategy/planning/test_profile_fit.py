@@ -1,4 +1,4 @@
-"""What a fit is profiled on, and that profiling leaves nothing of itself."""
+"""Profiles of fits: the batches that they are made on, and that profiling leaves nothing of itself."""
 
 import random
 
@@ -16,7 +16,7 @@ from lightning_osdp.strategy.planning import plan_fit, profile_fit
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 A_GPU = torch.device("cpu", 0)
-"""Stands for one: not equal to the CPU that ranks here train on."""
+"""Device that stands for a GPU: not equal to the CPU that ranks here train on."""
 
 
 class Net(L.LightningModule):
@@ -86,7 +86,7 @@ def test_a_model_that_does_not_fit_on_its_device_keeps_to_be_told_which_that_is(
 
 
 class Augmenting(Net):
-    """Its batches are random, and counted; `calls` says what happens in setup, and `begins` what fit begins with."""
+    """Net whose batches are random and counted; `calls` says what happens in setup, `begins` what fit begins with."""
 
     def __init__(self, calls, *, is_random=True):
         super().__init__()
@@ -119,7 +119,7 @@ def test_hooks_of_a_batchs_transfer_find_the_model_on_its_device_and_leave_nothi
 
 
 class Whitening(Net):
-    """Its batches are made with a tensor of its own, which has no values before it is sharded."""
+    """Net whose batches are made with a tensor of its own, which has no values before it is sharded."""
 
     def __init__(self):
         super().__init__()
@@ -152,7 +152,7 @@ class Ramp(nn.Module):
 
 
 class PartlyThere(Net):
-    """Some of it on the meta device, and the head real."""
+    """Net with parts on the meta device, and a real head."""
 
     def __init__(self, *, layer, buffer):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What people are told while a fit is planned."""
+"""Lines that people see while a fit is planned."""
 
 import io
 

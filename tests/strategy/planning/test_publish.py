@@ -1,4 +1,4 @@
-"""What people are told when a plan is made."""
+"""Messages and files of a plan that was made."""
 
 import dataclasses
 import sys
@@ -64,7 +64,7 @@ PROFILE = ModelProfile(operators=(), segments=(Segment(),), fingerprint={"a": "[
 
 
 def published(monkeypatch, folder):
-    """What is said, and what is written."""
+    """Publishes a plan, and returns what is said and the names of the files that are written."""
     texts = []
     monkeypatch.setattr(publish, "rank_zero_info", texts.append)
     trainer = SimpleNamespace(log_dir=folder, fast_dev_run=False, state=SimpleNamespace(fn=None))

@@ -40,7 +40,7 @@ class Wide(L.LightningModule):
 
 
 class Deep(Wide):
-    """In blocks, which may recompute."""
+    """Model of blocks, which may recompute."""
 
     def __init__(self):
         super().__init__()
@@ -91,7 +91,7 @@ def test_a_resumed_run_keeps_its_limit_in_the_micro_batches_of_its_checkpoint(fi
     assert told(first, path) == ({(64, 1)}, 1)
     peak_bytes = first.strategy.plan.peak_bytes
 
-    # what would fit otherwise is smaller micro-batches, as a new run has them
+    # smaller micro-batches would fit otherwise, as a new run has them
     less = f"{round(0.7 * peak_bytes)}B"
     anew, module, in_32 = fit("anew", memory_limit=less)
     assert told(anew, in_32) == ({(32, 2)}, 2)

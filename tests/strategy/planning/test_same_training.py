@@ -1,4 +1,4 @@
-"""What runs in each micro-batch and is not known to be harmless, and what of it a step reads."""
+"""Code in each micro-batch that is not known to be harmless, and values of it that a step reads."""
 
 import importlib
 import inspect
@@ -39,7 +39,7 @@ def test_all_callbacks_of_lightning_and_torchmetrics_are_sorted():
                 continue
             try:
                 imported = importlib.import_module(module.name)
-            except ImportError:  # of an optional package
+            except ImportError:  # an optional package is missing
                 continue
             for name, kind in inspect.getmembers(imported, inspect.isclass):
                 has_hooks = issubclass(kind, L.Callback) and any(

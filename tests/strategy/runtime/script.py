@@ -85,7 +85,7 @@ def new_trainer(options):
 
 
 def report(trainer, model, start):
-    """What the process has that started workers."""
+    """Writes values of the process that started workers."""
     checkpoint = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)
     same = all(torch.equal(checkpoint["state_dict"][name], value) for name, value in model.state_dict().items())
     sys.stdout.write(f"whole weights as saved: {same}; moved: {not torch.equal(model.layer.weight, start)}\n")

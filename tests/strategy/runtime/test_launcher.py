@@ -23,7 +23,7 @@ from tests.tiers import slow
 
 SCRIPT = Path(__file__).with_name("script.py")
 STEPS, SEED = 8, 5
-"""Of the script."""
+"""Number of steps and seed of the script."""
 
 
 def start(*arguments):
@@ -50,7 +50,7 @@ def torchrun(*arguments):
 
 
 def on_two_nodes(*arguments):
-    """What became of two nodes of two ranks each, both on this machine."""
+    """Runs two nodes of two ranks each on this machine, and returns how each node ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -66,7 +66,7 @@ def on_two_nodes(*arguments):
 
 
 def check_trained(folder, stdout, *, world_size, num_trainers=1):
-    """All ranks ended, after one plan, which each Trainer shows."""
+    """Checks that all ranks ended, after one plan, which each Trainer shows."""
     for rank in range(world_size):
         assert f"rank {rank} ended at step {STEPS}" in stdout
     assert stdout.count("OSDP plan") == num_trainers
@@ -133,7 +133,7 @@ def test_an_error_on_one_rank_ends_all_with_its_text(tmp_path, strategy, rank, w
     assert "ValueError: this rank has no loss" in stderr
     if strategy == "osdp":  # workers have one voice, their parent's
         assert f"Rank {rank} failed: ValueError: this rank has no loss" in stderr
-        assert stderr.count("Traceback (most recent call last)") == 1  # of the rank that failed
+        assert stderr.count("Traceback (most recent call last)") == 1  # from the rank that failed
     assert "ended at step" not in stdout
 
 

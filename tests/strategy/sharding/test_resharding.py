@@ -1,4 +1,4 @@
-"""Whether there is any code of a user's in a hook, and so a reshard before it."""
+"""Hooks that have code of a user's, and a reshard before them."""
 
 from types import SimpleNamespace
 from unittest import mock
