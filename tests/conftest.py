@@ -19,7 +19,7 @@ from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.profile import Cut, ModelProfile, OperatorProfile, ParameterProfile, Segment
 from lightning_osdp.core.units import partition
 
-# How long an example takes says nothing of the code. The same examples every time, so that what fails is the change;
+# An example's duration says nothing of the code. Examples stay the same every time, so that a change makes tests fail;
 # `pytest --hypothesis-profile=random` looks for others.
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)

@@ -137,7 +137,7 @@ def draw_profile(draw, *, most_blocks=4):
 
 
 def draw_cluster(draw):
-    """One node or several, on links that block or overlap."""
+    """Draws one node or several, on links that block or overlap."""
 
     def link(rate):
         return Link(latency_s=draw.choice([1e-6, 2e-5]), seconds_per_byte=draw.choice([1, 3]) / rate)

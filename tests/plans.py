@@ -42,7 +42,7 @@ def keeping(unit):
 
 
 def waiting(unit):
-    """The same of reducing its gradients in the last micro-batch only, with its parameters treated as planned."""
+    """Seconds that reducing gradients in the last micro-batch alone saves, parameters as planned, and the bytes."""
     return _price(unit, [unit.treatments[0].but(reduce=reduce) for reduce in ("every", "last")])
 
 

@@ -1,4 +1,4 @@
-"""What the documents say of the tree is there."""
+"""Documents name what is in the tree."""
 
 import importlib
 import inspect
@@ -91,7 +91,7 @@ def shown_on(page):
 
 
 def hints_of(found):
-    """Its annotations; matplotlib's are imported where a picture is drawn."""
+    """Returns annotations; matplotlib's are imported where a picture is drawn."""
     return typing.get_type_hints(found, localns={"Figure": Figure})
 
 

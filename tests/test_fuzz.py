@@ -59,7 +59,7 @@ def net():
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """This process is one of two; the other does not exist."""
+    """Makes this process one of two; the other does not exist."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield
     dist.destroy_process_group()

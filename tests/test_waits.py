@@ -9,7 +9,7 @@ import lightning_osdp
 
 PACKAGE = Path(lightning_osdp.__file__).parent
 LAYERS = ("apply", "callbacks", "strategy")
-"""Those that run in a step; the profiler measures before the first, and waits on purpose."""
+"""Layers that run in a step; the profiler measures before the first step, and waits on purpose."""
 ON_THE_HOST = "the tensor is on the host"
 IN_SETUP = "before the first step"
 CHECKPOINT = "while a checkpoint is made"
@@ -49,17 +49,17 @@ WAITING = {"item", "tolist", "numpy", "cpu", "cuda", "synchronize", "nonzero", "
 
 
 def is_constant(node):
-    """Such as ``float("inf")``."""
+    """Tells if a call has constants alone, such as ``float("inf")``."""
     return all(isinstance(each, ast.Constant) for each in node.args)
 
 
 def is_of_dtype(node):
-    """A conversion on the device."""
+    """Tells if a call converts on the device."""
     return all(ast.unparse(each).split(".")[-1].startswith(("dtype", "float", "accumulate")) for each in node.args)
 
 
 def waits(node):
-    """Whether a call may wait for a device, or copy to it what is not pinned."""
+    """Tells if a call may wait for a device, or copy to it what is not pinned."""
     function, given = node.func, {each.arg: ast.unparse(each.value) for each in node.keywords}
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if isinstance(function, ast.Name):

@@ -1,4 +1,4 @@
-"""Which of a test's cases `make test` runs; `make test-all` runs all of them."""
+"""Cases of a test that `make test` runs; `make test-all` runs all of them."""
 
 import pytest
 

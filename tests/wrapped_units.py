@@ -1,4 +1,4 @@
-"""What ``fully_shard`` made of a module, read back from the states of its units, and what its blocks do."""
+"""Units that ``fully_shard`` made of a module, read back from their states, and what its blocks do."""
 
 from functools import cache
 

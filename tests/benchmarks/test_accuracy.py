@@ -101,6 +101,6 @@ def test_a_run_that_was_killed_goes_on_and_other_sections_stay(tmp_path):
     assert rows == [{"case": {"value": n}, "square": n * n} for n in (1, 2, 3)]
     assert Results(path).stored("squares") == rows
     assert Results(path).stored("other") == [{"case": 1}]
-    # what is no longer asked for goes
+    # rows that are no longer asked for go
     assert Results(path).rows(squares([3], square), print) == Results(path).stored("squares") == rows[2:]
     assert json.loads(path.read_text())["other"]["machine"] == "abacus"

@@ -1,4 +1,4 @@
-"""Every contest at its smallest, what is made of rows, and the plans of those that OSDP is compared with."""
+"""Contests at their smallest, results made of their rows, and plans of those that OSDP is compared with."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ def test_all_that_fit_take_part(name, tmp_path, capsys):
                 assert 1 - TOO_LOW < entrant["predicted_bytes"] / entrant["counted_bytes"] < 1 + TOO_HIGH
             if contest.division == "auto":
                 assert entrant["micro_batch_size"] * entrant["num_micro_batches"] == 2
-        assert all(target.is_met for target in targets([row], contest=contest))  # those of memory: links are not shaped
+        assert all(target.is_met for target in targets([row], contest=contest))  # memory: links are not shaped
     printed = capsys.readouterr().out.splitlines()
     program.main(name, output=output, num_rounds=1, quick=True)  # goes on, and has nothing left to measure
     assert capsys.readouterr().out.splitlines() == [line for line in printed if ": Case(" not in line]
@@ -146,7 +146,7 @@ def test_plans_by_hand_are_said_in_modes_of_slices():
     assert first == [2, 0, "ZDP ZDP DP", "every", "keep"]
 
 
-# of S bytes of all units, on two nodes of two ranks, with gradients reduced in the last of K micro-batches
+# shares of the S bytes of all units, on two nodes of two ranks, with gradients reduced in the last of K micro-batches
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 @pytest.mark.parametrize(
     ("name", "expected"),

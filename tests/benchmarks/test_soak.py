@@ -1,4 +1,4 @@
-"""What a soak says of what ranks hold."""
+"""Samples of what ranks hold in a soak, and judgements of how the numbers grow."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ HELD_AT_FIRST = Sample(
 
 
 def samples_with(quantity, growing):
-    """A hundred of them, of which one quantity changes with the seconds."""
+    """Returns a hundred samples, of which one quantity changes with the seconds."""
     first = getattr(HELD_AT_FIRST, quantity)
     return [replace(HELD_AT_FIRST, seconds=float(s), **{quantity: first + growing(s)}) for s in range(1, 101)]
 

@@ -30,7 +30,7 @@ def real(begin_ms):
         event("gloo:all_gather", 43, 6),
         event(f"FSDP::post_backward_reduce {unit}", 70, 8),
         event("gloo:all_reduce", 71, 5),
-        event("gloo:all_reduce", 85, 2),  # of clipping
+        event("gloo:all_reduce", 85, 2),  # clipping's
     ]
     moved = [{**each, "ts": each["ts"] + 1e3 * begin_ms} for each in found]
     return [{"ph": "M", "name": "process_name"}, *moved]

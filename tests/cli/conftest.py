@@ -89,7 +89,7 @@ def planned(profile, ranks):
 
 @pytest.fixture
 def folder(tmp_path, profile, ranks, planned, monkeypatch):
-    """With the files of a run, in which commands run."""
+    """Returns a folder with the files of a run, in which commands run."""
     planned().save(tmp_path / "osdp_plan.json")
     profile.save(tmp_path / "osdp_profile.json")
     ranks.save(tmp_path / "osdp_cluster.json")

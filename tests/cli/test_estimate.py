@@ -212,7 +212,7 @@ def test_a_row_that_others_have_measured_can_be_asked_for(towers, answer, run):
 def test_optimizers_are_counted_by_what_they_keep(towers, answer):
     def state_bytes(*more):
         plan = answer(*ARGUMENTS, *BY_HAND, *more)["plan"]
-        return round(plan["peak_parts"].get("optimizer state", 0) * 4 / 12.6e6, 1)  # of an element
+        return round(plan["peak_parts"].get("optimizer state", 0) * 4 / 12.6e6, 1)  # bytes of an element
 
     assert state_bytes() == state_bytes("--optimizer", "torch.optim.Adam") == 8
     assert state_bytes("--optimizer", "torch.optim.SGD") == 0
@@ -292,7 +292,7 @@ def test_adapters_of_peft_alone_are_trained_and_the_rest_is_resident(towers, ans
     arguments = ("--settings", json.dumps(small), "--machine", "2 l4", "--sequence", "16", "--batch", "4")
     lora = ("--lora", json.dumps({"r": 4, "target_modules": ["q_proj", "v_proj"]}))
     whole, adapted = answer("estimate", "LlamaConfig", *arguments), answer("estimate", "LlamaConfig", *arguments, *lora)
-    # of each layer two adapters, from 256 features to 4 and on to 256, and to 128 for the keys' two heads
+    # two adapters in each layer, from 256 features to 4 and on to 256, and to 128 for the keys' two heads
     added = 2 * (256 * 4 + 4 * 256 + 256 * 4 + 4 * 128)
     assert adapted["model"]["num_parameters"] - whole["model"]["num_parameters"] == added
     modes = {mode for unit in adapted["plan"]["decisions"] for mode in unit["modes"]}
@@ -375,7 +375,7 @@ def test_the_class_is_that_of_the_architectures(towers, answer, run):
     ("name", "options", "told"),
     [
         ("GPT2Config", ("--sequence", "4096"), "--sequence 1024"),
-        ("OPTConfig", ("--sequence", "2049"), "--sequence 2048"),  # of its table two are no positions
+        ("OPTConfig", ("--sequence", "2049"), "--sequence 2048"),  # two rows of its table are no positions
         ("BertConfig", (), "at most 512"),
         ("WhisperConfig", ("--sequence", "449"), "--sequence 448"),
         ("WhisperConfig", ("--sequence", "0"), "at least 1"),

@@ -59,8 +59,8 @@ def test_micro_batches_add_to_the_gradients_of_those_before():
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 @pytest.mark.parametrize(("asynchronous_unshard", "forward"), [(True, 8.0), (False, 9.0)])
 def test_buffers_that_are_gathered_synchronously_outlive_the_next_copy(asynchronous_unshard, forward_prefetch, forward):
-    # of the layer before, in forward alone: 6 + 1 + the 2 of a layer that is copied. One that is gathered ahead takes
-    # its buffer when the layer before has left its own, so that no more than these live
+    # the buffer of the layer before, in forward alone: 6 + 1 + the 2 of a layer that is copied. A layer that is
+    # gathered ahead takes its buffer when the layer before has left its own, so that no more than these live
     plan = dataclasses.replace(
         plan_for_linears("ZZZ", world_size=2),
         asynchronous_unshard=asynchronous_unshard,

@@ -27,7 +27,7 @@ def names():
 
 @pytest.mark.slow
 def test_no_message_is_faster_than_its_link(hosts):
-    # of two ranks each sends its half of the gathered tensor
+    # each of two ranks sends its half of the gathered tensor
     seconds = hosts.run("benchmarks.measures.links:time_all_gather", {"sizes_bytes": [SIZE_BYTES], "num_runs": 2})
     assert len(seconds) == 2
     assert max(found for [found] in seconds) > (SIZE_BYTES / 2 - BURST_BYTES) * 8 / (MBIT * 1e6)
@@ -53,7 +53,7 @@ def test_a_failing_rank_ends_the_others_and_says_why(hosts):
 
 def test_hosts_are_removed_after_an_error_and_after_their_process(hosts):
     before = names()
-    subprocess.run(["ip", "netns", "add", "osdp-bed99999999-0-0"], check=True)  # of a process that cannot be
+    subprocess.run(["ip", "netns", "add", "osdp-bed99999999-0-0"], check=True)  # named after a process that cannot be
     with pytest.raises(KeyboardInterrupt):
         interrupted(before)
     assert names() == before

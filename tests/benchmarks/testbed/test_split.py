@@ -1,6 +1,6 @@
 """Bytes of a step in slices, added up by hand in units of one slice W; s = W/8 is its shard on eight ranks.
 
-Two layers of four slices; base is 3: shards and the two moments of AdamW. What activations take is rounded away.
+Two layers of four slices; base is 3: shards and the two moments of AdamW. Activations are rounded away.
 
 forward         3 + 1 of reduced gradients + the DP slices so far + the last slice and the buffer that it is copied from
 backward        3 + the slice + 1 of its gradient + 1 that the reduction before took + the slice before it, if it is ZDP
@@ -24,7 +24,7 @@ W_BYTES = 4 * WIDTH * WIDTH // NUM_SLICES
 
 
 class FirstLayers(TwoLayers):
-    """The same of which the input needs no gradient."""
+    """Two layers whose input needs no gradient."""
 
     def loss(self, batch):
         return F.mse_loss(self.layers(batch[0]), batch[1])
@@ -43,7 +43,7 @@ def counted(module, modes, prefetch):
 @pytest.mark.parametrize(
     ("modes", "prefetch", "expected"),
     [
-        # the same layers whole. backward: 3 + 4 of the first layer + 4 of its gradient + 4 that the second one's
+        # whole layers. backward: 3 + 4 of the first layer + 4 of its gradient + 4 that the second one's
         # reduction took + 4 s; when that one is reduced, 3 + 4 gathered ahead + 4 + 4 + 4 s
         ("Z", "pre", [12.0, 15.5, 15.5, 5.5]),
         ("ZZZZ", "pre", [6.0, 7.8, 6.9, 4.4]),  # reduce-scatter at the first slice but one: 3 + 1 + 1 + s + 1 + 6 s
