@@ -23,9 +23,9 @@ DEEP = {
     "gpt": True, "Adapters": True, "CrossAttention": True, "EncoderDecoder": True, "ConvBatchNorm": False,
     "hierarchical_vit": False, "tied": True,
 }  # fmt: skip
-"""Whether blocks are left out where it has ten of each kind."""
+"""Models -> whether blocks are left out where there are ten of each kind."""
 ASKS_WHETHER_IT_IS_TRACED = {"GPT2", "Llama"}
-"""On real tensors they find their mask to be the causal one, which the kernel makes; on fake ones they cannot."""
+"""Models that find on real tensors that their mask is the causal one, which the kernel makes, and cannot on fakes."""
 
 
 def compare(model, size, precision):

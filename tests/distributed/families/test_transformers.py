@@ -17,14 +17,14 @@ pytestmark = [
 
 
 def hf_exported():
-    """See `hf_exports`, which needs ``transformers`` and ``peft``."""
+    """Runs `hf_exports`, which needs ``transformers`` and ``peft``."""
     from tests.distributed.support.hf import hf_exports
 
     return hf_exports.exported(), hf_exports.adapted()
 
 
 def hf_family(**kwargs):
-    """The same for a model of ``transformers``."""
+    """Runs `family` on a model of ``transformers``."""
     from tests.distributed.support.hf import hf_models  # noqa: F401 (registers its models)
 
     return family(**kwargs)

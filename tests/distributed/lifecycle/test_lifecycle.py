@@ -1,4 +1,4 @@
-"""Every feature of the Trainer gives under the strategy what it gives under DDP."""
+"""Features of the Trainer give under the strategy what they give under DDP."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.distributed
 
 
 NOT_WITH_SHARDS = {"StochasticWeightAveraging": "ConfigurationError: Expected averages that can be made of shards"}
-"""What raises, and how it begins."""
+"""Features that raise -> how the error begins."""
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""What Lightning tests of its own `FSDPStrategy` holds for `OSDPStrategy`, on CPU ranks.
+"""Lightning's tests of its own `FSDPStrategy` hold for `OSDPStrategy`, on CPU ranks.
 
-It follows the 44 cases of Lightning's ``tests_pytorch/strategies/test_fsdp.py``. Their units are wrapped by policies or
+Cases follow the 44 of Lightning's ``tests_pytorch/strategies/test_fsdp.py``. Its units are wrapped by policies or
 by hand; here they are a plan's, and what ``wrap_min_params`` is there is ``SearchSpace(min_unit_bytes=...)`` here.
-What cannot apply, in whole or in part, and what is tested in its place:
+Cases that cannot apply, in whole or in part, and what is tested in their place:
 
 case                                                why not                            in its place
 --------------------------------------------------  ---------------------------------  -----------------------------
@@ -127,14 +127,14 @@ class Legacy(Net):
 
 
 class Stranger(Net):
-    """Trains what is not in it."""
+    """Net that trains parameters of another module."""
 
     def configure_optimizers(self):
         return torch.optim.Adam(nn.Linear(4, 5).parameters())
 
 
 class Faint(Net):
-    """Whose gradients are zero in half precision, but for a scaler."""
+    """Net whose gradients are zero in half precision, but for a scaler."""
 
     def step(self, batch, batch_idx):
         return 1e-9 * self.layers(batch).float().square().mean()
@@ -146,7 +146,7 @@ class Faint(Net):
 
 
 class Counting(Net):
-    """With a metric, which has no parameters."""
+    """Net with a metric, which has no parameters."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ class Counting(Net):
 
 
 class Normalised(Net):
-    """With batch statistics."""
+    """Net with batch statistics."""
 
     def first_layers(self):
         return nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
@@ -181,7 +181,7 @@ def copied(value):
 
 
 def is_equal(found, expected):
-    """Whether these have the same keys and, bit for bit, values."""
+    """Tells if two values have the same keys and, bit for bit, values."""
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(is_equal(found[key], expected[key]) for key in expected)
     return torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
@@ -232,7 +232,7 @@ def ranks_case(function):
 
 @ranks_case
 def all_stages(kind, precision, wraps):
-    """What is wrong where a model is trained, saved, and evaluated as it is and from files, also without gradients."""
+    """Names faults of a model that is trained, saved, and evaluated as it is and from files, also without gradients."""
     folder, module = shared_folder(), Wrapped() if wraps else Net()
     keep = ModelCheckpoint(folder, save_last=True)
     strategy = osdp(state_dict_type=kind)
@@ -331,7 +331,7 @@ def sharded_checkpoints():
 
 @ranks_case
 def paths_that_exist():
-    """What saving over something gives, by what was there; and what it refuses."""
+    """Returns what saving over something gives, by what was there, and what saving refuses."""
     folder, found = shared_folder(), {}
     fits = {kind: fitted(Net(), osdp(state_dict_type=kind)) for kind in ("full", "sharded")}
     for kind, fit in fits.items():
@@ -359,7 +359,7 @@ def paths_that_exist():
 
 @ranks_case
 def what_is_no_checkpoint():
-    """What loading refuses: other numbers of optimizers, what is no checkpoint, weights that are not there."""
+    """Returns refusals to load other numbers of optimizers, what is no checkpoint, and weights that are not there."""
     folder, found = shared_folder(), {}
     for kind in ("full", "sharded"):
         path, two = folder / f"one {kind}", folder / f"two {kind}"
@@ -397,7 +397,7 @@ def what_is_no_checkpoint():
 
 @ranks_case
 def configured_modules():
-    """What modules see of where they are made and sharded, and what is refused of what they do themselves."""
+    """Returns what modules see of where they are made and sharded, and refusals of what they do themselves."""
     found = {}
 
     class Made(Net):
@@ -450,7 +450,7 @@ def made_in_precision(precision):
 
 @ranks_case
 def faint_gradients():
-    """How far weights move, in bf16 and half precision, and whether the scale of losses is in a checkpoint."""
+    """Returns how far weights move, in bf16 and half precision, and the scales of losses in a checkpoint."""
     found, before = {}, Net().layers[0].weight.detach()
     for precision in ("bf16-mixed", "16-mixed"):
         fit = fitted(Faint(), precision=precision, max_epochs=4)
@@ -461,7 +461,7 @@ def faint_gradients():
 
 @ranks_case
 def same_training():
-    """Whether weights are bit for bit the same where modules recompute or are compiled, and what recomputes."""
+    """Tells if weights are bit for bit the same where modules recompute or are compiled, and what recomputes."""
     expected = weights(fitted(Net()))
     found, strategies = {}, {"set": {nn.Linear}, "policy": ModuleWrapPolicy({nn.Linear, nn.ReLU})}
     for name, policy in strategies.items():

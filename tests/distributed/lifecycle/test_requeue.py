@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Slurm(SLURMEnvironment):
-    """Of ranks that have been started."""
+    """SLURM's environment of ranks that have been started."""
 
     world_size = StartedRanks.world_size
     global_rank = StartedRanks.global_rank

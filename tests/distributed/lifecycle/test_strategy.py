@@ -102,7 +102,7 @@ def leaves_no_trace():
 
 
 class HardCoded(L.LightningDataModule):
-    """Both loaders with a batch size of their own, and an attribute that nobody may write."""
+    """Data with a batch size in both loaders, and an attribute that nobody may write."""
 
     batch_size = BATCH_SIZE
 
@@ -138,7 +138,7 @@ class Counting(WideMLP):
 
 @without_measuring
 def batch_sizes(batch_size):
-    """What training and validation see under this option."""
+    """Returns what training and validation see under this option."""
     module = Counting()
     data = HardCoded(module)
     strategy = OSDPStrategy(batch_size=batch_size, memory_limit="64MiB", search_space=SPACE)
@@ -182,7 +182,7 @@ class FailsWhileTimed(WideMLP):
 
 
 def one_rank_fails(num_samples=None):
-    """While it traces the model, or while it times the step with so many samples."""
+    """Returns the error where one rank fails while it traces the model, or times the step with so many samples."""
     module = (
         FailsOnRankOne() if num_samples is None else FailsWhileTimed(ValueError("no loss on rank one"), num_samples)
     )
@@ -197,7 +197,7 @@ def one_rank_fails(num_samples=None):
 
 
 def one_rank_lacks_memory():
-    """To time half the batch, then the whole one: the steps that are trained."""
+    """Returns the steps that are trained where one rank lacks memory to time half the batch, then the whole one."""
     steps = []
     for num_samples in (BATCH_SIZE // 2, BATCH_SIZE):
         fit = fitted(OSDPStrategy(search_space=SPACE), FailsWhileTimed(torch.OutOfMemoryError("no room"), num_samples))
@@ -206,7 +206,7 @@ def one_rank_lacks_memory():
 
 
 class Captioned(WideMLP):
-    """With text beside the tensors: its batches cannot be made larger than they are."""
+    """Model with text beside the tensors: its batches cannot be made larger than they are."""
 
     def loss(self, batch):
         *tensors, texts = batch
@@ -442,7 +442,7 @@ def plain_dataset_is_kept():
 
 
 class PartlyFrozen(TiedGPT):
-    """Tied, with frozen parameters."""
+    """GPT with tied weights and frozen parameters."""
 
     def __init__(self):
         super().__init__()
@@ -502,7 +502,7 @@ def test_plans_itself_under_a_limit_that_forces_a_mix(ranks, world_size):
     assert first["modes"] == {"DP", "ZDP"}
     assert [other["plan"] for other in others] == [first["plan"]] * (world_size - 1)
     assert first["plan"].peak_bytes <= first["limit"]
-    assert first["again"] == first["plan"].peak_bytes  # of the profile and the cluster that the strategy has
+    assert first["again"] == first["plan"].peak_bytes  # by the profile and the cluster that the strategy has
     assert first["counted"] <= first["limit"]
     assert first["counted"] == pytest.approx(first["plan"].peak_bytes, rel=2e-3)
     assert first["step_time_s"] > 0

@@ -22,7 +22,7 @@ def fit(strategy, module, **options):
 
 @without_measuring
 def later_wishes():
-    """What strategies get that name another plan, limit, precision, micro-batch or arguments than the first."""
+    """Returns errors of strategies with another plan, limit, precision, micro-batch or arguments than the first."""
     module, folder = GPT(), shared_folder()
     plan = plan_for(GPT(), "mixed", world_size=dist.get_world_size())
     first = fit(OSDPStrategy(plan=plan), module, callbacks=[ModelSummary()])
@@ -57,7 +57,7 @@ def later_wishes():
 
 @without_measuring
 def fits_what_another_evaluated():
-    """Whether a second Trainer plans a model that the first one evaluated whole, and the first goes on with that."""
+    """Returns units, plans and losses of Trainers of which a second one plans a model that the first one evaluated."""
     module = GPT()
     data = DataLoader(module.dataset(), batch_size=8)
     first = trainer(OSDPStrategy(search_space=SPACE), limit_val_batches=2)

@@ -1,4 +1,4 @@
-"""What people see of a training while it runs."""
+"""Numbers that people see of a training while it runs."""
 
 import csv
 
@@ -22,7 +22,7 @@ STEPS = WARM_UP_STEPS + COUNTED_STEPS + 3
 
 
 class Recorder(L.Callback):
-    """What the monitor told after each batch, and what the progress bar was given."""
+    """Record of what the monitor told after each batch, and of what the progress bar was given."""
 
     def __init__(self):
         self.told, self.in_bar = [], []
@@ -59,7 +59,7 @@ def fit_watched(*callbacks, plan, folder, log_every_n_steps=2, num_micro_batches
 
 
 def watched_fit(num_micro_batches=1):
-    """Everything that one watched fit tells, by way of every channel."""
+    """Returns everything that one watched fit tells, by way of every channel."""
     folder, world_size = shared_folder(), dist.get_world_size()
     plan = plan_for(GPT("sgd"), "mixed", world_size=world_size, num_micro_batches=num_micro_batches)
     keeper = ModelCheckpoint(dirpath=folder, filename="end", save_last=False, every_n_train_steps=STEPS)
@@ -138,7 +138,7 @@ both_sizes = pytest.mark.parametrize("world_size", [2, slow(4)])
 
 @pytest.fixture(scope="module", params=WATCHED.values(), ids=WATCHED)
 def watched(request, ranks):
-    """What rank 0 found, and the batches of an optimizer step."""
+    """Returns what rank 0 found, and the number of micro-batches of an optimizer step."""
     world_size, num_micro_batches = request.param
     return ranks(world_size).run(watched_fit, num_micro_batches=num_micro_batches)[0], num_micro_batches
 

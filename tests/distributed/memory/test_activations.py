@@ -32,16 +32,16 @@ from tests.wrapped_units import block_forwards
 pytestmark = pytest.mark.distributed
 
 STEPS = 2
-"""fairscale's form runs from the second one on."""
+"""Number of steps; fairscale's form runs from the second one on."""
 POLICIES = {choice: [choice] * 3 for choice in ACTIVATION_CHOICES} | {
     "mixed": ["recompute", "keep", "recompute_offload"],
     "mixed, offload first": ["offload", "recompute_offload", "recompute"],
 }
-"""What blocks do."""
+"""Treatments of what the three blocks save, by policy."""
 
 
 def all_choices(activations, workloads):
-    """All units with all modes that they can have; kinds of models and workloads in turn, others for each policy."""
+    """Pairs all units with all their modes; kinds of models and workloads alternate, others for each policy."""
     modes = {"root only": ["ZDP"], "both": [*MODES, "slices"], "operators": [*MODES, "slices"]}
     pairs = [(units, mode) for units in UNITS for mode in modes.get(units, MODES)]
     in_turn = itertools.cycle(itertools.product((Parts, DroppingParts), workloads))
@@ -106,7 +106,7 @@ def found_in(module, losses, left_on_host_bytes, weights, gradients):
 
 
 def alone(kind, num_micro_batches):
-    """The same of plain modules, one for each rank, of which this process takes mean gradients."""
+    """Trains plain modules, one for each rank, with mean gradients in this process; returns what `trained` does."""
     world_size = dist.get_world_size()
     modules = [kind().double() for _ in range(world_size)]
     optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2) for module in modules]
@@ -206,7 +206,7 @@ def _is_block(module, recurse, nonwrapped_numel):
 
 @without_measuring
 def by_policy():
-    """For each way to name what recomputes: blocks of the plan, those executed, and the difference from keeping all."""
+    """Returns, by how people name what recomputes, planned and executed blocks, and differences from keeping all."""
     expected, _, _ = fitted(OSDPStrategy(plan=plan_of_gpt("keep")))
     strategies = {
         "classes": OSDPStrategy(activation_checkpointing_policy={models.Block}),
@@ -238,7 +238,8 @@ class LongGPT(GPT):
 def saving_too_much(limit_bytes):
     """Errors of fits in which blocks may only keep, or recompute, what they save; a fit in which they may offload it.
 
-    Of that: its plan, counted peaks on the device and on the host, and how it differs from a fit without a limit.
+    Results of the last fit are its plan, counted peaks on the device and on the host, and differences from a fit
+    without a limit.
     """
     errors = []
     for offered in (("keep",), ("keep", "recompute")):
@@ -283,7 +284,7 @@ def transformers_gpt2(limit_bytes):
 ONE, TWO = [(1, "every")], [(1, "every"), (2, "last"), (2, "every")]
 """Micro-batches in a step, and which of them reduce."""
 EVERY_KIND = "mixed, offload first"
-"""Of `cases.POLICIES`, the one in which each block does another thing."""
+"""Policy in which each block does another thing."""
 
 
 @pytest.mark.parametrize(
@@ -325,7 +326,7 @@ def test_what_lightnings_policy_names_recomputes_and_is_planned_so(ranks):
 
 @pytest.mark.slow
 def test_a_model_whose_activations_exceed_the_limit_trains_where_they_may_be_offloaded(ranks):
-    """One sample is all that a micro-batch has; on CPU what is offloaded is counted apart from the peak."""
+    """Trains micro-batches of a single sample; on CPU what is offloaded is counted apart from the peak."""
     limit_bytes = 560 * 2**10
     for errors, plan, peak_bytes, host_bytes, difference in ranks(2).run(saving_too_much, limit_bytes=limit_bytes):
         keeping, recomputing = errors

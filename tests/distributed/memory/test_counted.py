@@ -1,4 +1,4 @@
-"""What is alive in a fit beside what its plan predicts: nothing that setup left, and whatever users keep."""
+"""Tensors alive in a fit beside what its plan predicts: none that setup left, and those that users keep."""
 
 import dataclasses
 import gc
@@ -39,7 +39,7 @@ class Quiet(WideMLP):
 
 
 class Looks(L.Callback):
-    """What is alive beside the plan's when setup is over, once gloo's threads have let go of the last collective."""
+    """Search for tensors beside the plan's after setup, once gloo's threads have let go of the last collective."""
 
     reads_parameters = False
 
@@ -89,7 +89,7 @@ def fitted(plan, *callbacks, max_steps=WARM_UP_STEPS + COUNTED_STEPS, dry_run=Fa
 
 
 def left_behind(*, plans, dry_run, averages):
-    """What is alive beside the plan's after setup, where no garbage is collected meanwhile."""
+    """Returns shapes of what is alive beside the plan's after setup, where no garbage is collected meanwhile."""
     looks, plan = Looks(), None if plans else planned()
     averaging = [EMAWeightAveraging()] if averages else []
     gc.collect()

@@ -102,14 +102,14 @@ def planned(modes="dp", *, number=2, sync=("last", "every"), **options):
 
 
 def agreed(value):
-    """Rank 0's, on all ranks."""
+    """Returns rank 0's value on all ranks."""
     shared = [value]
     dist.broadcast_object_list(shared)
     return shared[0]
 
 
 def fitted(plan, *, dry_run, module=None, folder=None, ckpt_path=None, most_bytes=None, max_steps=3, **options):
-    """What a fit leaves: the trainer, and everything that a dry run must not change."""
+    """Fits, and returns the trainer, everything that a dry run must not change, and the number of calls."""
     torch.manual_seed(5)
     module = module or Restless()
     folder = folder or shared_folder()
@@ -152,7 +152,7 @@ def fitted(plan, *, dry_run, module=None, folder=None, ckpt_path=None, most_byte
 
 
 def differences(modes, **options):
-    """What a dry run changes, from the start and resumed, and how many more micro-batches the models saw."""
+    """Returns names of what a dry run changes, from the start and resumed, how many more calls it takes, and notes."""
     found = {}
     plan = planned(modes)
     plain, expected, num_calls = fitted(plan, dry_run=False, **options)
@@ -223,7 +223,7 @@ class Shrinks(Restless):
 
 
 def shrinks():
-    """What is in use after micro-batches of 8 ran out of memory: sizes seen, the Trainer's number, plan and notes."""
+    """Returns what is in use after micro-batches of 8 ran out of memory: sizes, numbers of micro-batches, notes."""
     plan = plan_for(Shrinks(), "zdp", world_size=dist.get_world_size(), micro_batch_size=8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -253,7 +253,7 @@ class Broken(Restless):
 
 
 def broken():
-    """What is said of a device that is broken in a dry run."""
+    """Returns the error of a device that is broken in a dry run."""
     try:
         fitted(planned(number=1), dry_run=True, module=Broken())
     except (OSDPError, RuntimeError) as error:
@@ -324,7 +324,7 @@ class Deep(Restless):
 
 
 def recomputes():
-    """Of a plan in which all that is left is to recompute: notes, blocks, and what training under them differs in."""
+    """Returns notes, blocks and changed values of training where a plan can do nothing more but recompute."""
     plan = agreed(plan_for(Deep(), "zdp", world_size=dist.get_world_size()))
 
     def counted(of, **options):
@@ -349,7 +349,7 @@ def recomputes():
 
 
 COLUMNS = []
-"""Of the weight in whose step rank 1 runs out of memory, as often as it is here."""
+"""Columns of the weight in whose step rank 1 runs out of memory, as often as they are here."""
 
 
 class Normed(torch.optim.Optimizer):
@@ -471,7 +471,7 @@ def test_blocks_recompute_where_units_keep_nothing_and_training_is_the_same(rank
 
 
 @pytest.mark.parametrize(("world_size", "node_size"), [(2, None), slow(4, 2)])
-@pytest.mark.parametrize("columns", [slow(7), 64])  # of the first weight, and of one after it
+@pytest.mark.parametrize("columns", [slow(7), 64])  # columns of the first weight, and of one after it
 def test_an_optimizer_that_takes_norms_over_all_ranks_waits_for_none_that_lacks_memory(
     ranks, world_size, node_size, columns
 ):

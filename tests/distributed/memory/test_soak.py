@@ -11,7 +11,7 @@ pytestmark = pytest.mark.distributed
 
 
 def soaked(folder, seconds):
-    """Whether this is rank 0; the samples are in the folder."""
+    """Trains, with samples written to the folder, and tells if this is rank 0."""
     return soak.train(folder, seconds)
 
 

@@ -24,10 +24,10 @@ UNLIMITED_STEPS, LIMITED_STEPS = WARM_UP_STEPS + COUNTED_STEPS, 3
 
 
 class HardLimit(L.Callback):
-    """After the steps whose bytes are counted, the kernel gives this process no more than the limit.
+    """Limit of what the kernel gives this process, after the steps whose bytes are counted.
 
-    But for what gloo's all-gather copies inside the library: a gathered slice, and the last one, which a thread may
-    hold a moment longer.
+    The limit leaves room for copies of gloo's all-gather inside the library: a gathered slice, and the last one, which
+    a thread may hold a moment longer.
     """
 
     reads_parameters = False
@@ -78,7 +78,7 @@ def test_a_model_that_fits_in_slices_only_trains_under_a_hard_limit(monkeypatch)
         make_plan_of_whole_operators(world_size, limit_bytes)
     for name, value in ALLOCATOR.items():
         monkeypatch.setenv(name, value)
-    # of its own: what other cases have freed would be allocated again, past the limit
+    # a pool of its own: what other cases have freed would be allocated again, past the limit
     pool = RankPool(world_size, start_method="spawn")
     try:
         found = pool.run(trained_under_hard_limit, limit_bytes=limit_bytes)

@@ -45,7 +45,7 @@ def differences(cases):
 
 
 def losses_in_bf16():
-    """Of five steps, split and whole."""
+    """Returns losses of five steps, split and whole."""
     losses = []
     for kind in ("four", "whole"):
         module = SplitNet("sgd")
@@ -80,7 +80,7 @@ def transformer_differs_by(name):
 
 
 def _fit(kind, call, *, optimizer="adamw", max_steps=4, **options):
-    """On three ranks with other modes, and with units that reduce in the last micro-batch; on four also in nodes."""
+    """Fits on three ranks with other modes and units that reduce in the last micro-batch, on four also in nodes."""
     module, world_size = SplitNet(optimizer, num_blocks=1), dist.get_world_size()
     is_odd = world_size == 3
     plan = split_plan(kind, module, world_size, num_micro_batches=1 + is_odd, is_shifted=is_odd)
@@ -175,7 +175,7 @@ def without_state(folder):
 
 
 def reads_weights():
-    """What ``module.weight`` gives after fit: its shape, the error, and the whole one as the error says."""
+    """Reads ``module.weight`` after fit: its shape, the error, and the whole one as the error says."""
     module = SplitNet()
     fit = trainer(OSDPStrategy(plan=split_plan("four", module, dist.get_world_size()), batch_size="keep"), max_steps=1)
     fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
@@ -223,8 +223,8 @@ def test_checkpoints_of_any_slices_load_into_any_others(ranks, tmp_path):
     for world_size in sizes:
         found = ranks(world_size).run(resaved, folder=str(tmp_path))[0]
         assert found == {name: [] for kind in kinds for name in (kind, f"{kind} saved")}
-    # Full ones equal the plain one. Of the sharded ones an orthogonal array: all pairs of kinds, all pairs of numbers
-    # of ranks, and all pairs of one of them before and the other after.
+    # Full checkpoints equal the plain one. An orthogonal array of the sharded ones is loaded: all pairs of kinds, all
+    # pairs of numbers of ranks, and all pairs of a kind before and a number after.
     for row, world_size in enumerate(sizes):
         sources = {kind: [] for kind in kinds}
         for column, saved_by in enumerate(sizes):

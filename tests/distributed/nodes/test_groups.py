@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def counted():
-    """How many collectives are counted after some in each kind of group."""
+    """Returns how many collectives are counted after some in each kind of group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     beside, alone = dist.new_group(), [dist.new_group([each]) for each in range(world_size)][rank]
     before, found = collectives_entered(world_size), {}
@@ -41,7 +41,7 @@ def counted():
 
 
 def _told():
-    """What ranks tell each other in every way, errors included."""
+    """Returns what ranks tell each other in every way, errors included."""
 
     def fail():
         if dist.get_rank() == 1:
@@ -61,7 +61,7 @@ def _told():
 
 
 def told_beside_a_device():
-    """The same where the default group reaches devices only, as NCCL's; and what went through that."""
+    """Returns `_told` where the default group reaches devices only, as NCCL's, and collectives that went through it."""
     default = dist.group.WORLD._get_backend(CPU)
     for cached in (all_ranks._host_group, agreement._own_group):
         cached.cache_clear()
@@ -82,7 +82,7 @@ def told_beside_a_device():
 
 
 def made_beside(minutes):
-    """How long ranks wait in a group that is made beside one whose ranks wait for so many minutes."""
+    """Returns how long ranks wait in a group that is made beside one whose ranks wait for so many minutes."""
     given = dist.new_group(timeout=timedelta(minutes=minutes))
     made = hosts.new_host_group(given)
     found = made._get_backend(CPU).options._timeout

@@ -38,11 +38,11 @@ pytestmark = pytest.mark.distributed
 
 CPU = torch.device("cpu")
 NUM_BATCHES = 10
-"""Of an epoch, on four ranks: as many micro-batches as there may be in all steps."""
+"""Micro-batches of an epoch on four ranks: as many as there may be in all steps."""
 
 
 class HalfFrozen(GPT):
-    """With units that are frozen, or in part."""
+    """GPT with units that are frozen, or in part."""
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
@@ -59,7 +59,7 @@ def cluster_of_nodes():
 
 
 def equivalence(name, optimizer, dtype, num_micro_batches=1, clip=None, sync="every", dry_run=False, sliced=()):
-    """By modes: differences of weights after five steps from DDP's and from one process's (rank 0)."""
+    """Returns, by modes, how far weights are after five steps from DDP and one process, and nodes apart (rank 0)."""
     world_size, found = dist.get_world_size(), {}
     options = {"accumulate_grad_batches": num_micro_batches, "gradient_clip_val": clip}
     ddp, _, _ = trained(DDPStrategy(process_group_backend="gloo"), name, optimizer, dtype, **options)
@@ -77,7 +77,7 @@ def equivalence(name, optimizer, dtype, num_micro_batches=1, clip=None, sync="ev
 
 
 def nodes_apart(module):
-    """Largest difference between what two nodes hold of a parameter, over all ranks; of nothing where none does."""
+    """Largest difference between what two nodes hold of a parameter, over all ranks; zero where no node holds one."""
     found = []
     for parameter in module.parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 2:
@@ -130,12 +130,12 @@ MODELS |= {"noisy": Noisy, "noisy later": NoisyLater, "reinitialized": Reinitial
 
 
 def draws(name, modes, is_alike):
-    """What is said of a fit in which each rank draws numbers for its shards, and how far apart nodes end.
+    """Fits with shards for which each rank draws numbers; returns the error, the steps, and how far apart nodes end.
 
     Args:
-        name: of a model that does so.
+        name: name of a model that draws numbers.
         modes: one of `MODES_OF_NODES`.
-        is_alike: whether ranks draw the same numbers.
+        is_alike: True where ranks draw the same numbers.
     """
     plan = in_nodes(plan_for(build("gpt"), "zdp", world_size=dist.get_world_size()), modes)
     module = build(name)
@@ -165,14 +165,14 @@ def evaluates_in_inference_mode(modes):
 
 
 def plan_in_nodes(modes, units="operators"):
-    """Of the module that `parts` trains."""
+    """Plans units in nodes for the module that `parts` trains."""
     plan = parts.base_plan(units)
     whole = [unit.in_modes("ZDP") for unit in plan.units]
     return in_nodes(dataclasses.replace(plan, units=tuple(whole)), modes)
 
 
 def begins_unlike(is_synchronized):
-    """How far apart nodes begin, and from rank 0's values if those are to count, where each rank has made its own."""
+    """Returns how far nodes are apart, and from the values that count, where each rank begins with its own."""
     found, rank = {}, dist.get_rank()
     for modes in MODES_OF_NODES:
         plan = in_nodes(plan_for(build("gpt"), "zdp", world_size=dist.get_world_size()), modes)
@@ -191,13 +191,13 @@ few_steps = mock.patch.object(parts, "STEPS", NUM_BATCHES // parts.MICRO_BATCHES
 
 
 def batches():
-    """Of each of a few steps."""
+    """Returns batches of each of a few steps."""
     with few_steps:
         return parts.batches_by_step()
 
 
 def writes_back(modes):
-    """How far weights are from those that all ranks have written while they were whole, and nodes from each other."""
+    """Returns how far weights are from what all ranks wrote while weights were whole, and how far nodes are apart."""
     run = parts.Run(plan_in_nodes(modes))
     run.step(batches()[0])
     with run.model.gathered(run.module, writes=True), torch.no_grad():
@@ -210,7 +210,7 @@ def writes_back(modes):
 
 
 def refused_moves():
-    """What is said of plans under which units would be sharded over other ranks; and how training goes on."""
+    """Returns errors of plans under which units would be sharded over other ranks, and how training goes on."""
     plans = {modes: plan_in_nodes(modes) for modes in MODES_OF_NODES}
     found = {}
     for of, to in (("hpz", "hsdp"), ("hdp", "hpz"), ("all", "hsdp")):
@@ -229,7 +229,7 @@ def refused_moves():
 
 
 def refused_inside_a_step():
-    """What is said of a change of the plan while gradients are reduced inside of nodes alone; whether it goes after."""
+    """Returns the error of a change of the plan while gradients are reduced in nodes alone, and if it goes after."""
     plan = plan_in_nodes("hsdp")
     root, *units = plan.units
     units = [root, *(unit.treated(reduce="node") for unit in units)]
@@ -283,7 +283,7 @@ def peaks(name, modes, num_micro_batches, prefetch, asynchronous, sync):
 
 
 def changes(seed, modes):
-    """Of a module whose units are freed, kept or left in nodes in turn: from one that keeps its plan, and from DDP."""
+    """Returns differences of a module whose units change modes in turn: from one that keeps its plan, and from DDP."""
     draw = random.Random(seed)
 
     def drawn(plan):

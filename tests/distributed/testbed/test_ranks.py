@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 
 def dies(*, with_signal, once=None):
-    """A case; of rank 1, the first time if ``once`` is a path, else whenever it runs."""
+    """Dies on rank 1, the first time if ``once`` is a path, else whenever it runs."""
     if dist.get_rank() == 1 and not (once and once.exists()):
         if once:
             once.touch()

@@ -37,7 +37,7 @@ def counted(*, name, optimizer, modes, world_size, precision="32-true", prefetch
 
 
 def reduced(*, num_elements, op, ranks_of_group=None):
-    """This rank's shard by ours and by gloo's, in a group (None: all ranks), and whether ours left its input."""
+    """Returns this rank's shard by ours and by gloo's, in a group (None: all ranks), and if ours left its input."""
     group = None if ranks_of_group is None else dist.new_group(ranks_of_group)
     if group is not None and dist.get_rank() not in ranks_of_group:
         return None

@@ -134,7 +134,7 @@ CPU = torch.device("cpu")
 
 
 def plan_of(module, *, modes=("ZDP", "DP"), blocks=True):
-    """Every block a unit, the modes in turn, or the whole model one."""
+    """Plans every block as a unit, the modes in turn, or the whole model as one."""
     owners = [name for name, child in module.named_modules() if list(child.parameters(recurse=False))]
     units = {"": ([name for name in owners if not (blocks and name.startswith("blocks."))], "DP")}
     for index in range(LAYERS if blocks else 0):
@@ -185,7 +185,7 @@ def memory_while_wrapping(start):
 
 
 def starts(start, modes=("ZDP", "DP")):
-    """What a model starts with: its values, whether they are those of rank 0 and of other units, ties, attributes."""
+    """Returns values that a model starts with, if those are rank 0's and those in other units, ties and attributes."""
     module = made(start)
     expected = {name: value.clone() for name, value in module.state_dict().items()} if start == "rank 0" else {}
     sharded = planned(module, plan_of(module, modes=modes))
@@ -236,7 +236,7 @@ def trains(start, steps=4, modes=("ZDP", "DP")):
 
 
 def loads_a_checkpoint():
-    """Whether a model from meta tensors has exactly the weights of another one after loading its whole state."""
+    """Tells if a model from meta tensors has exactly the weights of another one after loading its whole state."""
     source = values(wrapped("real", modes=("DP",)))
     sources = [source]
     dist.broadcast_object_list(sources, src=0)
