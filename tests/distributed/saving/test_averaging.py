@@ -31,7 +31,7 @@ EPOCHS = {"max_steps": -1, "limit_train_batches": 3, "limit_val_batches": 2, "nu
 
 
 class Model(GPT):
-    """With a buffer that training changes, and validation that comes last before training ends."""
+    """GPT with a buffer that training changes, and validation that comes last before training ends."""
 
     def __init__(self):
         super().__init__("sgd")
@@ -47,7 +47,7 @@ class Model(GPT):
 
 
 def epochs(make, averaging, number, *, again=False, **resumed):
-    """What so many epochs train, validate and save: the module, its whole weights, the checkpoint and its path."""
+    """Trains, validates and saves so many epochs; returns the module, whole weights, the checkpoint and its path."""
     module, folder = Model(), shared_folder()
     keeper = ModelCheckpoint(dirpath=folder, filename="one", save_on_train_epoch_end=True)
     fit = trainer(make(), callbacks=[averaging(), keeper], enable_checkpointing=True, max_epochs=number, **EPOCHS)

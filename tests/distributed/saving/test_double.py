@@ -88,7 +88,7 @@ def run(module, in_double, *, kind=None, max_epochs=2, path=None):
 
 
 def difference(found, expected):
-    """Largest one in losses and, on rank 0, in weights."""
+    """Largest difference in losses and, on rank 0, in weights."""
     (_, losses, state), (_, expected_losses, expected_state) = found, expected
     off = max(abs(a - b) for a, b in zip(losses, expected_losses[-len(losses) :], strict=True))
     return max(off, largest_difference(state, expected_state) if dist.get_rank() == 0 else 0.0)
@@ -160,7 +160,7 @@ def test_what_is_in_float64_stays_there_as_under_ddp(ranks, default, tolerance):
     for (losses, _, dtype), (own_losses, _, own_dtype) in found:
         assert own_losses == pytest.approx(losses, rel=tolerance)
         assert own_dtype == dtype == f"torch.{default}"
-    (_, now, _), (_, own_now, _) = found[0]  # of rank 0, whose buffers are those of all
+    (_, now, _), (_, own_now, _) = found[0]  # rank 0's, whose buffers are those of all
     assert own_now == now != 1.7e9
 
 

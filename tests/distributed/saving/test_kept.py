@@ -19,11 +19,11 @@ pytestmark = pytest.mark.distributed
 
 
 SCORES = (3.0, 1.0, 2.0, 2.5, 4.0)
-"""Of the epochs; the smallest is the best."""
+"""Scores of the epochs; the smallest is the best."""
 
 
 class Scored(OddMLP):
-    """Its score is stated; notes the loss of validation after every epoch, and the epochs that it trained."""
+    """Model of stated scores, which notes the loss of validation after every epoch, and the epochs that it trained."""
 
     def __init__(self):
         super().__init__("sgd")
@@ -60,7 +60,7 @@ def names(folder, has=lambda _: True):
 
 
 def is_same(loss, other):
-    """But for the rounding of Lightning's mean."""
+    """Tells if losses are equal but for the rounding of Lightning's mean."""
     return isclose(loss, other, rel_tol=1e-6)
 
 
@@ -83,7 +83,7 @@ def _trainer(folder, kind, max_epochs, **options):
 
 
 def keeps(kind, **options):
-    """Of four epochs: what is kept, when what was removed, and what the best and the last one give."""
+    """Returns what is kept of four epochs, when what was removed, and what the best and the last one give."""
     folder = shared_folder()
     fit, module = _trainer(folder, kind, 4, **options)
     removals = Removals(fit, folder)
@@ -107,7 +107,7 @@ def keeps(kind, **options):
 
 
 def weights_alone(kind):
-    """What fit says to a checkpoint of weights alone, and whether validation and a new model load them."""
+    """Returns the error of a fit from a checkpoint of weights alone, and if validation and a new model load them."""
     folder = shared_folder()
     fit, module = _trainer(folder, kind, 1, save_weights_only=True)
     train, held = module.loader(dist.get_rank(), dist.get_world_size()), DataLoader(module.dataset(), batch_size=80)

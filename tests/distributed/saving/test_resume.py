@@ -117,7 +117,7 @@ def run(
     ckpt_path=None,
     **options,
 ):
-    """What a run saw in each step, and what it would save in the end but for weights and optimizer states."""
+    """Returns what a run saw in each step, and what it would save in the end but for weights and optimizer states."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (likewise)
@@ -142,7 +142,7 @@ def run(
 
 
 def differing(resumed_from, **options):
-    """What is different in a run under other seeds that is resumed from checkpoints of an uninterrupted one."""
+    """Returns differences of runs under other seeds, resumed from checkpoints of one run, from it; and its steps."""
     folder = shared_folder()
     seen, end = run(folder, seed=1, **options)
     if dist.get_rank() == 0:
@@ -165,7 +165,7 @@ def differing(resumed_from, **options):
         ({"schedule": "step", "counts": True}, ["steps/3.ckpt", "epochs/4.ckpt"]),
         slow({"schedule": "epoch", "num_workers": 1, "kind": "sharded"}, ["epochs/4.ckpt"]),
         slow({"schedule": "epoch", "num_workers": 1, "counts": True}, ["epochs/4.ckpt"]),
-        # What workers draw in mid-epoch is the loader's to restore.
+        # The loader restores what workers draw in mid-epoch.
         slow({"schedule": "epoch", "num_workers": 1, "noise": 0.0, "dry_run": True}, ["steps/3.ckpt"]),
     ],
 )

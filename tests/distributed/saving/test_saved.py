@@ -24,7 +24,7 @@ OPTIMIZERS = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "plain_sgd": (torch.optim.SGD, {"lr": 0.05}),
 }
-"""Of parameter groups that are not in the model's order, with frozen parameters in one."""
+"""Optimizers with parameter groups that are not in the model's order, and frozen parameters in one."""
 
 
 class Saved(SplitNet):
@@ -51,7 +51,7 @@ def save(folder):
 
 
 def on_one_device(folder):
-    """What is not as in the file where a single device resumes from it and from the consolidated shards, and loads."""
+    """Returns what a single device finds otherwise than in the file, resumed from it and from consolidated shards."""
     wrong = {}
     for name in OPTIMIZERS:
         consolidate(Path(folder) / name)
@@ -76,7 +76,7 @@ def on_one_device(folder):
 
 
 def back_again(folder):
-    """What is not as in the file where ranks resume from consolidated shards."""
+    """Returns what ranks that resume from consolidated shards find otherwise than in the file."""
     wrong = {}
     for name in OPTIMIZERS:
         path, module = Path(folder) / f"{name}.consolidated", Saved(name)
@@ -145,7 +145,7 @@ class Slow(AsyncCheckpointIO):
 
 
 def written_behind():
-    """Whether a checkpoint that is written beside training is there after it, and by whom it was written."""
+    """Tells if a checkpoint that is written beside training is there after it, and if `CompleteFiles` wrote it."""
     io, folder = Slow(), shared_folder()
     keeper = ModelCheckpoint(dirpath=folder, filename="one", save_on_train_epoch_end=True)
     fit, given = started(max_steps=2, plugins=[io], enable_checkpointing=True, callbacks=[keeper])

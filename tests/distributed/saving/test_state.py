@@ -44,7 +44,7 @@ OPTIMIZERS = {
 
 
 class Everything(Varied):
-    """What `Varied` has, rows that are cut, an extra state, and an old name that its own hook knows."""
+    """Model with all that `Varied` has, rows that are cut, an extra state, and an old name that its own hook knows."""
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
@@ -77,7 +77,7 @@ class Everything(Varied):
 
 
 def sharded(module, num_slices, *, kept=(), in_nodes=False):
-    """Under ``fully_shard``, split operators in as many units as slices; the named units stay gathered.
+    """Shards with ``fully_shard``, split operators in as many units as slices; the named units stay gathered.
 
     In nodes of two ranks, every second unit and the root are sharded in each node.
     """
@@ -136,7 +136,7 @@ def found_in(module, optimizer):
 
 
 def differing(module, optimizer, expected):
-    """What is not bit for bit as expected (rank 0)."""
+    """Returns names of entries that are not bit for bit as expected (rank 0)."""
     found = found_in(module, optimizer)
     if dist.get_rank():
         return []
@@ -204,7 +204,7 @@ def read_again(names, dtype, slices, folder, saved):
 
 
 def trained(folder, names):
-    """What differs from one process's after as many steps in these shards, taken while units are gathered; saved."""
+    """Trains in these shards and returns differences from one process, taken while units are gathered; saves both."""
     wrong = {}
     for name in names:
         module = sharded(Varied(name), {"down": 2}, kept=("up", "down.slices.1"))
@@ -236,7 +236,7 @@ def refusal(work):
 
 
 def misfits(folder):
-    """What is said of states that do not fit, by what is wrong; for the model what a plain module says, too."""
+    """Returns errors of states that do not fit, by what is wrong; for the model those of a plain module, too."""
     module, reference = sharded(Everything(), SLICES[2]), Everything()
     optimizer, whole = module.configure_optimizers(), reference.state_dict()
     wrong = {
@@ -281,7 +281,7 @@ def partly():
 
 
 def hooked():
-    """What differs from a plain module where hooks leave out, change and add entries, one of a tie among them."""
+    """Returns names that differ from a plain module's where hooks leave out, change and add entries, also of a tie."""
 
     def change(module, state_dict, prefix, _):
         del state_dict[f"{prefix}frozen.bias"], state_dict[f"{prefix}num_calls"]
@@ -308,7 +308,7 @@ def hooked():
 
 
 def reads_weights():
-    """Of split operators: their shape, whether their values are right, and what is said of using them."""
+    """Returns shapes of split operators, if their values are right, and the errors of using them."""
     module, reference = sharded(Everything(), SLICES[2]), Everything()
     found = {}
     for name in ("down", "mix"):
@@ -319,7 +319,7 @@ def reads_weights():
 
 
 def consolidated(folder, names):
-    """What is not as expected in one file made of shards, as a single device gets it."""
+    """Returns names that are not as expected in one file made of shards, as a single device gets it."""
     wrong = {}
     for name in names:
         consolidate(Path(folder) / name)
@@ -431,7 +431,7 @@ def far(found, expected, *, atol):
 
 
 def names_in_groups():
-    """Of an optimizer of named_parameters(), whole and in shards, and its own after both are loaded."""
+    """Returns names in groups of named_parameters(), whole and in shards, and if the optimizer keeps its own."""
     module = sharded(Everything(), SLICES[2])
     optimizer = torch.optim.SGD(module.named_parameters())
     full, by_name = (state.optimizer_state(module, optimizer, kind) for kind in ("full", "sharded"))
@@ -485,7 +485,7 @@ def taken(num_slices):
         del moments, held
 
         def measure(name, work):
-            """The least of some, for threads of gloo may hold what they have sent for a moment more."""
+            """Notes the least peak of some, for threads of gloo may hold what they have sent for a moment more."""
             peaks = []
             for _ in range(5):
                 dist.barrier()

@@ -59,7 +59,7 @@ class GAN(Base):
 
 
 class One(GAN):
-    """One optimizer, which steps in every second batch."""
+    """GAN with one optimizer, which steps in every second batch."""
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()

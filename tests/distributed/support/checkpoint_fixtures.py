@@ -18,7 +18,7 @@ from tests.distributed.support.split_models import AtStart, differing
 
 OPTIMIZERS = ("adamw", "momentum")
 NUM_STEPS = 3
-"""After which they are saved."""
+"""Number of steps after which checkpoints are saved."""
 FOLDER = Path(__file__).parents[2] / "fixtures" / "checkpoints"
 
 
@@ -49,7 +49,7 @@ class Varied(Base):
         return TensorDataset(tokens, (tokens * 3 + 1) % 19)
 
     def same_loader(self):
-        """The same samples on every rank: gradients of two ranks are then, to the bit, those of one process."""
+        """Loads the same samples on every rank: gradients of two ranks are, to the bit, those of one process."""
         return DataLoader(self.dataset(), batch_size=BATCH_SIZE)
 
     def configure_optimizers(self):
@@ -65,7 +65,7 @@ class Varied(Base):
 
 
 def strategy(module, kind="full"):
-    """Under a plan with two slices of an operator."""
+    """Makes a strategy with a plan of two slices of an operator."""
     modes = {"up": "ZDP", "down": ("ZDP", "DP"), "frozen": "ZDP"}
     plan = plan_of(module, modes, world_size=dist.get_world_size(), micro_batch_size=BATCH_SIZE)
     return OSDPStrategy(plan=plan, batch_size="keep", state_dict_type=kind)
@@ -108,7 +108,7 @@ def expected(name, folder):
 
 
 def goes_on(checkpoints, folder=FOLDER):
-    """Where training resumes from each: what differs from what was saved, its step, and how far off it ends."""
+    """Resumes from each checkpoint: what differs from what was saved, the last step, and how far off it ends."""
     found = {}
     for checkpoint in checkpoints:
         name = checkpoint.split(".")[0].split("-")[0]

@@ -270,7 +270,7 @@ def without_key_biases(state):
 
 @without_measuring
 def family(name, optimizer, dtype, given=("zdp", "dp", "mixed"), own=True):
-    """Per plan its distance from DDP after three steps, with its units and modes; DDP's from one process (rank 0)."""
+    """Returns by plan its distance from DDP after three steps, units and modes; and DDP's from one process (rank 0)."""
 
     def run(strategy):
         state, losses, fit = trained(strategy, name, optimizer, dtype, max_steps=STEPS)

@@ -42,13 +42,13 @@ def _stated(*_, **__):
 STATED_RATES = DeviceRates(flops_per_s={"float32": 1e10, "float64": 1e10}, bytes_per_s=1e10)
 
 without_measuring = mock.patch.object(plan_fit, "measure_cluster", new=_stated)
-"""For cases that plan but are not about links: measuring takes longer than all the rest, on four ranks seconds."""
+"""Patch for cases that plan but are not about links: measuring takes longer than the rest, on four ranks seconds."""
 
 _profiles = {}
 
 
 def profile_of(module):
-    """Of one of this folder's models, profiled once and by rank 0: its class, optimizer and dtype say all of it.
+    """Profiles one of this folder's models, once and by rank 0: its class, optimizer and dtype say all of it.
 
     Times are stated, so that plans are the same on every machine and however busy it is.
     """
@@ -110,7 +110,7 @@ def trained(strategy, name, optimizer, dtype, **options):
 
 
 def reference(name, optimizer, dtype, *, world_size, steps=5, num_micro_batches=1, clip=None):
-    """The same training in one process with plain torch at the same global batch."""
+    """Trains in one process with plain torch at the same global batch, and returns the state."""
     module = build(name, optimizer, dtype)
     loaders = [iter(module.loader(rank, world_size)) for rank in range(world_size)]
     configured = module.configure_optimizers()
@@ -154,9 +154,9 @@ def in_nodes(plan, modes, sync="every", sliced=()):
     """The plan with these modes in turn, and with gradients reduced in these micro-batches.
 
     Args:
-        plan: of units with one slice.
+        plan: a plan of units with one slice.
         modes: one of `MODES_OF_NODES`.
-        sync: of all units but the root; "last" in place of "node", where there is no such choice.
+        sync: synchronisation of all units but the root; "last" in place of "node", where there is no such choice.
         sliced: ends of the names of units that get two slices.
     """
     units = []

@@ -133,10 +133,10 @@ class Net(L.LightningModule):
     """Layers that a batch may leave out.
 
     Args:
-        width: of layers.
-        vocabulary: of inputs; 0 where they are numbers.
+        width: features of layers.
+        vocabulary: number of tokens; 0 where inputs are numbers.
         layers: nodes.
-        gain: whether parameters are the root's own.
+        gain: True where the root has parameters of its own.
         tie: names of two modules whose weights are one; empty for none.
         frozen: names of parameters.
     """
@@ -166,7 +166,7 @@ class Net(L.LightningModule):
         return F.mse_loss(self.head(x).tanh(), y)
 
     def batch(self, *key):
-        """Of a place in the case and a rank."""
+        """Draws the batch of a place in the case and a rank."""
         generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
         if self.vocabulary:
             x = torch.randint(0, self.vocabulary, (3,), generator=generator)
@@ -181,7 +181,7 @@ def unit_of(modes, sync="every", **fields):
 
 
 def plan_of(case, world_size):
-    """From plain data."""
+    """Makes a plan from plain data."""
     return bare_plan(
         (unit_of(**unit) for unit in case["units"]),
         world_size=world_size,
@@ -204,7 +204,7 @@ def optimizer_of(module, name):
 
 
 class Plain:
-    """One process that sees the batches of all ranks.
+    """Process that sees the batches of all ranks.
 
     Args:
         case: plain data.
@@ -255,7 +255,7 @@ class Plain:
 
 
 class Sharded:
-    """This rank under the plan, driven as the strategy does.
+    """Rank under the plan, driven as the strategy does.
 
     Args:
         case: plain data.
@@ -318,7 +318,7 @@ class Sharded:
         self.model.reshard()
 
     def use(self, modes, sync, options, blocks):
-        self._loss = None  # of a forward that no backward comes to
+        self._loss = None  # a forward's, to which no backward comes
         units = []
         for index, unit in enumerate(self.model.plan.units):
             chosen = [modes[(index + place) % len(modes)] for place in range(unit.num_slices)]
@@ -374,7 +374,7 @@ def _happen(player, event, place):
 
 
 def differences(drawn):
-    """The largest of each step's weights and of all losses, between this rank and one plain process."""
+    """Largest differences of each step's weights and of all losses, between this rank and one plain process."""
     world_size = dist.get_world_size()
     expected_losses, expected = play(drawn, Plain(drawn, world_size))
     losses, weights = play(drawn, Sharded(drawn, world_size))
@@ -436,7 +436,7 @@ class Module:
 
 
 def fits_apart(drawn):
-    """What differs between weights and losses of a fit, and of one plain process that plays the same."""
+    """Returns differences of weights and losses between a fit and one plain process that plays the same."""
     rank, world_size, number = dist.get_rank(), dist.get_world_size(), drawn["num_micro_batches"]
     play_out, change, every = Plain(drawn, world_size), drawn["changes"], drawn["validates_every"]
     losses, skips = [], drawn["skips"]

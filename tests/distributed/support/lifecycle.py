@@ -33,7 +33,7 @@ from tests.distributed.support.models import OddMLP
 
 
 class Model(OddMLP):
-    """With all the hooks, a metric, and a schedule of steps or epochs."""
+    """Model with all the hooks, a metric, and a schedule of steps or epochs."""
 
     def __init__(self, interval=None):
         super().__init__("sgd")
@@ -65,7 +65,7 @@ class Model(OddMLP):
 
 
 def floats(value):
-    """All numbers in what a Trainer returns, in order."""
+    """Lists all numbers in what a Trainer returns, in order."""
     if isinstance(value, torch.Tensor):
         return value.float().flatten().tolist()
     if isinstance(value, dict):
@@ -74,7 +74,7 @@ def floats(value):
 
 
 def fitted(make, module=None, **options):
-    """What a fit with these options of the Trainer trains and logs."""
+    """Fits with these options of the Trainer, and returns what is trained and logged."""
     module = Model() if module is None else module
     fit = trainer(make(), **options)
     fit.fit(module, module.own_loader(), DataLoader(module.dataset(), batch_size=8))
@@ -82,7 +82,7 @@ def fitted(make, module=None, **options):
 
 
 def stages(make, order, again=(), num_steps=3):
-    """What fit, validate, test and predict give in this order, on one Trainer with one module."""
+    """Runs fit, validate, test and predict in this order, on one Trainer with one module; returns what they give."""
     module, found = Model(), []
     fit = trainer(make(), limit_val_batches=2, num_sanity_val_steps=0)
     data = DataLoader(module.dataset(), batch_size=8)
@@ -99,7 +99,7 @@ def stages(make, order, again=(), num_steps=3):
 
 
 def on_other_trainers(make):
-    """What a module gives that one Trainer fits, others fit, validate and predict with, and the first fits again."""
+    """Returns what a module gives: one Trainer fits it, others fit, validate and predict, and the first fits again."""
     module, found = Model(), []
     data = DataLoader(module.dataset(), batch_size=8)
     fits = [trainer(make(), limit_val_batches=2) for _ in range(2)]
@@ -112,14 +112,14 @@ def on_other_trainers(make):
 
 
 def in_orders(make):
-    """The even permutations: each stage after every set of others, and right after every other one."""
+    """Runs the even permutations: each stage after every set of others, and right after every other one."""
     names = ["fit", "validate", "test", "predict"]
     orders = [order for order in permutations(range(4)) if sum(a > b for a, b in combinations(order, 2)) % 2 == 0]
     return [number for order in orders for number in stages(make, [names[i] for i in order], num_steps=2)]
 
 
 def in_precision(precision):
-    """Whether it trains to about float32's losses: under other rounding they are not equal."""
+    """Returns a feature that tells if losses are about float32's: under other rounding they are not equal."""
 
     def run(make):
         module = Model()
@@ -148,7 +148,7 @@ def rates_logged(make):
 
 
 def out_of_time(make):
-    """Whether all ranks end at the same step, some steps after the first and long before the last."""
+    """Tells if all ranks end at the same step, some steps after the first and long before the last."""
     module, last = Model(), 10**6
     fit = trainer(make(), max_steps=last, max_time=timedelta(seconds=1), callbacks=[SlowRank()])
     fit.fit(module, module.own_loader())
@@ -164,7 +164,7 @@ class SlowRank(Callback):
 
 
 def with_metrics(make):
-    """What metrics in the module compute over all ranks, and whether they are where the model is."""
+    """Returns if metrics in the module are where the model is, and what they compute over all ranks."""
     module = Model()
     fit = trainer(make(), limit_val_batches=3)
     loader = module.own_loader()
@@ -180,7 +180,7 @@ class Normalised(Model):
 
 
 def with_statistics(make):
-    """What is trained, and the statistics that a checkpoint of it has."""
+    """Returns losses of training, and the statistics that a checkpoint has."""
     module, path = Normalised(), shared_folder() / "one.ckpt"
     fit = trainer(make())
     fit.fit(module, module.own_loader())
@@ -231,10 +231,10 @@ def summarised(make):
 
 
 def manually(make):
-    """What a GAN trains, whose two optimizers step inside its training_step."""
+    """Returns losses of a GAN whose two optimizers step inside its training_step."""
     module, strategy = GAN(), make()
     if isinstance(strategy, DDPStrategy):
-        strategy._ddp_kwargs["find_unused_parameters"] = True  # those of the network whose turn it is not
+        strategy._ddp_kwargs["find_unused_parameters"] = True  # parameters of the network whose turn it is not
     trainer(strategy, max_steps=10).fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
     return module.losses
 
@@ -302,7 +302,7 @@ PLANS_ITSELF = (
 
 
 def planned_strategy(feature):
-    """With a mixed plan, where there is one for the model."""
+    """Returns what makes the strategy, with a mixed plan where there is one for the model."""
     if feature in PLANS_ITSELF:
         return lambda: OSDPStrategy(search_space=EVERYTHING, memory_limit="1GiB")
     plan = plan_for(Model(), "mixed", world_size=dist.get_world_size())

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 NUM_SAMPLES = 160
 BATCH_SIZE = 4
-"""Per rank."""
+"""Samples of a micro-batch on each rank."""
 
 
 class Base(L.LightningModule):
@@ -24,7 +24,7 @@ class Base(L.LightningModule):
 
     @property
     def losses(self):
-        """Of each step, read afterwards: a step that reads values is not traced on fake tensors."""
+        """Losses of each step, read afterwards: a step that reads values is not traced on fake tensors."""
         return [float(loss) for loss in self.found]
 
     def training_step(self, batch, batch_idx):

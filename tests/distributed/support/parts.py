@@ -24,11 +24,11 @@ UNITS = {
     "both": ["first", *(name for block in BLOCKS for name in (block, f"{block}.up")), "last"],
     "operators": ["first", *(f"{block}.{name}" for block in BLOCKS for name in ("norm", "up", "down")), "last"],
 }
-"""What is wrapped besides the root."""
+"""Modules that are wrapped besides the root."""
 MODES = {"ZDP": ["ZDP"], "DP": ["DP"], "mixed": ["DP", "ZDP"]}
-"""Of units, in turn."""
+"""Modes of units, in turn."""
 SLICES = {"up": ("ZDP", "DP", "ZDP"), "down": ("DP", "ZDP")}
-"""Of operators that are units, under the modes "slices"; other units have mixed ones."""
+"""Modes of slices of operators that are units, under the modes "slices"; other units have mixed ones."""
 
 
 class Part(nn.Module):
@@ -98,7 +98,7 @@ STEPS = 7
 
 
 class Net(DroppingParts):
-    """Of which only `forward` is called, as apply_plan's users call it."""
+    """Model of which only `forward` is called, as apply_plan's users call it."""
 
     def forward(self, batch):
         return self.loss(batch)
@@ -142,7 +142,7 @@ class Run:
         return losses
 
     def names(self):
-        """What anyone might know something by."""
+        """Returns all names by which anyone might know something."""
         optimizer = self.model.optimizer_state(self.optimizer, "sharded")
         return {
             "parameters": [name for name, _ in self.module.named_parameters()],
@@ -154,7 +154,7 @@ class Run:
         }
 
     def found(self, losses):
-        """What it has come to."""
+        """Returns losses, random numbers and the whole state."""
         state = self.model.whole_state(on_all_ranks=True)
         return {"losses": torch.stack(losses), "random": torch.rand(3), **state}
 
@@ -165,10 +165,10 @@ def batches_by_step():
 
 
 def trained(plan, changes=()):
-    """What training comes to, and the names under each plan.
+    """Trains, and returns what it comes to and the names under each plan.
 
     Args:
-        plan: to begin with.
+        plan: the first plan.
         changes: plans to change to after each step.
     """
     run, losses, names = Run(plan), [], []
@@ -186,7 +186,7 @@ def trained(plan, changes=()):
 
 
 def ddp():
-    """The same under DDP."""
+    """Trains under DDP, and returns losses, random numbers and the whole state."""
     torch.manual_seed(3)
     module = DistributedDataParallel(module_of(), broadcast_buffers=False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)

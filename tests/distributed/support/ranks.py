@@ -21,11 +21,11 @@ from pathlib import Path
 
 TIMEOUT_S = 240
 _IMPORTED = ["lightning_osdp.strategy", "torch._dynamo", "torch.distributed.checkpoint"]
-"""Once, by the process that ranks are forked from. It runs no operation: no thread of torch is lost with the fork."""
+"""Modules imported once, before ranks are forked. The process runs no operation: no thread is lost with the fork."""
 
 
 class _RankDiedError(AssertionError):
-    """Of a rank whose process ended in a case."""
+    """Error of a rank whose process ended in a case."""
 
     def __init__(self, text, exitcode):
         super().__init__(text)
@@ -71,7 +71,7 @@ class RankPool:
 
         Args:
             case: a function at the top level of a file, given as itself.
-            **kwargs: what can be pickled.
+            **kwargs: arguments that can be pickled.
         """
         outcomes = self.outcomes(case, **kwargs)
         failed = {rank: text for rank, (ok, text) in enumerate(outcomes) if not ok}
@@ -80,7 +80,7 @@ class RankPool:
         return [result for _, result in outcomes]
 
     def outcomes(self, case, **kwargs):
-        """Per rank, (True, result) or (False, the traceback's text).
+        """Returns by rank (True, result) or (False, the traceback's text).
 
         A segmentation fault is nothing that Python code can do: about once in thirty runs of all tests one is in
         gloo's threads (torch 2.13, "pt_gloo_runloop" in malloc), in the first case of a pool. The case runs once more
@@ -172,7 +172,7 @@ def _serve(connection: Connection, rank, world_size, port, faults):
             outcome = (False, traceback.format_exc())
         connection.send(outcome)
         gc.collect()
-        gc.freeze()  # what this case has imported: a fit looks through all objects for tensors
+        gc.freeze()  # modules that this case has imported: a fit looks through all objects for tensors
 
 
 def _load(name, path):

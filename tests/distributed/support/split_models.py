@@ -87,7 +87,7 @@ def split_plan(kind, module, world_size, num_micro_batches=1, *, is_shifted=Fals
 
 
 def in_nodes(plan):
-    """The same plan in nodes of two ranks, in each of which the root and every other unit are sharded."""
+    """Puts a plan into nodes of two ranks, in each of which the root and every other unit are sharded."""
     in_each = {"ZDP": "HSDP", "DP": "HDP"}
     units = [
         unit.in_modes(*tuple(map(in_each.get, unit.modes))) if index % 2 == 0 else unit
@@ -97,7 +97,7 @@ def in_nodes(plan):
 
 
 def consolidate(path):
-    """As ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` does."""
+    """Consolidates as ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` does."""
     with mock.patch.object(sys, "argv", ["consolidate", str(path)]):
         runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
 
@@ -113,7 +113,7 @@ class AtStart(L.Callback):
 
 
 def differing(trainer, expected):
-    """What of the model and the optimizer is not bit for bit as in a plain checkpoint (rank 0)."""
+    """Returns names in model and optimizer that are not bit for bit as in a plain checkpoint (rank 0)."""
     state = trainer.strategy.lightning_module_state_dict()
     optimizer = trainer.strategy.optimizer_state(trainer.optimizers[0])
     return [] if dist.get_rank() else unequal({"state_dict": state, "optimizer_states": [optimizer]}, expected)

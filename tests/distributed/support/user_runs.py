@@ -23,7 +23,7 @@ KINDS = {
     "node": ["HSDP", "HDP"],
     "nodes": ["ZDP", "HSDP", "hpZ", "HDP", "DP"],
 }
-"""The last two with nodes of two ranks, and a root that is sharded in each."""
+"""Modes of units by kind of plan; the last two kinds have nodes of two ranks, in each of which the root is sharded."""
 
 
 class Chain(Base):
@@ -47,7 +47,7 @@ class Chain(Base):
 
 
 def units_of(module):
-    """What is to be a unit: as the model says, or each module that has parameters itself."""
+    """Returns names of modules that are to be units: as the model says, or all that have parameters themselves."""
     named = module.named_modules()
     own = [name for name, child in named if name and next(child.parameters(recurse=False), None) is not None]
     return getattr(module, "units", own)
@@ -67,7 +67,7 @@ def plan_with(make, kind, *, sync="every", dtype="float64", **options):
 
 
 def in_dtype(module, dtype):
-    """The same, complex parameters as they are; all as it is if there is no dtype."""
+    """Converts a module, but for complex parameters, or leaves it as it is if there is no dtype."""
     return {None: lambda: module, "float32": module.float, "float64": module.double}[dtype]()
 
 
@@ -90,16 +90,16 @@ def fitted(strategy, module, *, dtype="float64", ckpt_path=None, **options):
 
 
 def differences(make, kinds=("mixed",), *, expected=None, sync="every", plan_options=None, ddp_options=None, **options):
-    """Per kind of plan, how far weights (on rank 0) and losses are from DDP's; and how far training moved weights.
+    """Returns distances of weights (on rank 0) and losses from DDP's by kind of plan, and how far weights moved.
 
     Args:
         make: makes the model, with the same values each time.
-        kinds: of `KINDS`.
-        expected: what makes the model that DDP trains, where it is not the same.
-        sync: of all units but the root.
-        plan_options: of `plan_of`.
-        ddp_options: of `DDPStrategy`.
-        **options: of the Trainer.
+        kinds: kinds of plans, from `KINDS`.
+        expected: makes the model that DDP trains, where that is another one.
+        sync: synchronisation of all units but the root.
+        plan_options: options of `plan_of`.
+        ddp_options: options of `DDPStrategy`.
+        **options: options of the Trainer.
     """
     by_ddp = fitted(ddp(**(ddp_options or {})), (expected or make)(), **options)
     state = by_ddp[0]
@@ -111,7 +111,7 @@ def differences(make, kinds=("mixed",), *, expected=None, sync="every", plan_opt
 
 
 def difference(own, expected):
-    """Largest one between two results of `fitted`, in losses and, on rank 0, in weights."""
+    """Largest difference between two results of `fitted`, in losses and, on rank 0, in weights."""
     (state, losses, _), (expected_state, expected_losses, _) = own, expected
     assert len(losses) == len(expected_losses), (len(losses), len(expected_losses))
     off = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
@@ -136,7 +136,7 @@ def planned(make, **options):
 
 
 def moved(state, make):
-    """How far weights are from where they began."""
+    """Returns how far weights are from where they began."""
     start = dict(sorted(make().state_dict().items()))
     return largest_difference(state, start)
 
@@ -157,7 +157,7 @@ TOLERANCE = 1e-10
 
 
 def check(found, tolerance=TOLERANCE):
-    """Each equals DDP, and moved weights."""
+    """Checks that each case equals DDP, and moved weights."""
     assert found
     for name, each in found.items():
         assert each.pop("moved") > 1e-3, name

@@ -12,7 +12,7 @@ from tests.distributed.support.user_runs import ddp, difference, fitted
 
 
 class Adapted(GPT2):
-    """With LoRA of PEFT."""
+    """GPT-2 with LoRA of PEFT."""
 
     def build(self):
         adapters = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
@@ -42,7 +42,7 @@ def saved(module, fit, load):
 
 @without_measuring
 def exported():
-    """The same of a whole model."""
+    """Compares an exported whole model with what was trained."""
     module = GPT2()
     strategy = OSDPStrategy(search_space=EVERYTHING, batch_size="keep")
     _, _, fit = fitted(strategy, module, dtype="float32", max_steps=2)
@@ -51,7 +51,7 @@ def exported():
 
 @without_measuring
 def adapted():
-    """The same of adapters, loaded into a plain model; and how far training is from DDP's."""
+    """Compares exported adapters, loaded into a plain model, with what was trained; and training with DDP's."""
     module = Adapted()
     own = fitted(OSDPStrategy(search_space=EVERYTHING, batch_size="keep"), module, max_steps=4)
     off = difference(own, fitted(ddp(), Adapted(), max_steps=4))

@@ -14,7 +14,7 @@ VOCABULARY, LENGTH = 64, 6
 
 
 class HuggingFace(Base):
-    """Any of its models: the batch is (inputs, labels), and forward returns the loss."""
+    """Model of the library: the batch is (inputs, labels), and forward returns the loss."""
 
     inputs, length = "input_ids", LENGTH
 
