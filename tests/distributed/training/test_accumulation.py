@@ -43,7 +43,7 @@ class Skipping(Knotted):
 
 
 def mixes(seed, number, of=KINDS):
-    """So many random choices of kinds."""
+    """Draws so many random choices of kinds."""
     chosen = random.Random(seed)
     return [[chosen.choice(of) for _ in UNITS] for _ in range(number)]
 
@@ -122,7 +122,7 @@ class PerStep(Callback):
 
 
 def expected_collectives(kinds, number):
-    """By the table: of each unit, and of the root, which is a DP unit that reduces in every micro-batch.
+    """Counts collectives by the table: of each unit, and of the root, a DP unit that reduces in every micro-batch.
 
     ``fully_shard`` frees a unit after each of its calls in backward, and gathers it again for the one before; what it
     has added up by then is reduced by itself.
@@ -137,7 +137,7 @@ def expected_collectives(kinds, number):
 
 
 def collectives():
-    """Of every step of mixes and of each kind alone, with what the table says."""
+    """Counts collectives of every step of mixes and of each kind alone, beside what the table says."""
     found = []
     for number, kinds in itertools.product((1, 3), [[kind] * len(UNITS) for kind in KINDS] + mixes(9, 2)):
         with counted_collectives() as counts:
@@ -187,7 +187,7 @@ def _raise(_):
 
 
 def interrupted():
-    """What is left of the choice after an error inside backward."""
+    """Returns the error inside backward, the number of units, and if all reduce and reshard again."""
     plan = plan_with([("DP", "last")] * len(UNITS), 3, "float32")
     strategy, module = OSDPStrategy(plan=plan), Interrupted()
     fit = trainer(strategy, accumulate_grad_batches=3)

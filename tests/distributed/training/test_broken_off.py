@@ -1,4 +1,4 @@
-"""What a window or a step that was broken off has left does not reach what is trained after it."""
+"""Windows and steps that were broken off leave nothing that reaches what is trained after them."""
 
 import pytest
 import torch.distributed as dist

@@ -89,7 +89,7 @@ KINDS = {
 
 
 def changed(plan, kinds, seed):
-    """Another plan, which differs in these."""
+    """Changes a plan in these kinds."""
     draw = random.Random(seed)
     for kind in kinds:
         plan = KINDS[kind](plan, draw)
@@ -97,7 +97,7 @@ def changed(plan, kinds, seed):
 
 
 def differences(kinds, seed, *, units, slices=False, sync="every"):
-    """Of a module whose plan changes after each step, there and back: from one that keeps its plan, and from DDP.
+    """Trains a module whose plan changes after each step, there and back, beside one that keeps its plan, and DDP.
 
     Returns:
         Largest differences, and whether all names are those of the plan that was kept.
@@ -126,7 +126,7 @@ def noted(run):
 
 
 def runs_as_made_so(units, seeds, slices=False):
-    """What a module does that came to a plan, beside one that was made with it, for some draws of all that may change.
+    """Compares a module that came to a plan with one that was made with it, for some draws of all that may change.
 
     Returns:
         Collectives of both, and as they are predicted, and least peaks of live bytes.

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Clearing(OddMLP):
-    """Of all parameters that it finds."""
+    """MLP that clears gradients of all parameters that it finds."""
 
     def optimizer_zero_grad(self, *_):
         for parameter in self.parameters():

@@ -81,7 +81,7 @@ def seen(module, fit):
 
 
 def plans_equal_ddp(cases):
-    """Of each (options, sizes): differences from DDP, and what was seen beside what DDP's module saw."""
+    """Returns, for each (options, sizes), differences from DDP, and what was seen beside what DDP's module saw."""
     found = []
     for options, sizes in cases:
         expected, reference, reference_fit = ddp(**options)
@@ -100,7 +100,7 @@ def plans_equal_ddp(cases):
 
 
 def resumes_in_mid_epoch():
-    """From a checkpoint in 8 x 2, under a plan of 4 x 4 and of 16 x 1; and DDP from where 8 x 2 saved, in 4 x 4."""
+    """Resumes from 8 x 2, under plans of 4 x 4 and of 16 x 1, and from DDP's checkpoint, which DDP resumes in 4 x 4."""
     folder = shared_folder()
     options = {"accumulate_grad_batches": 4, "max_epochs": 1}
     fitted(divided(8, 2), callbacks=[SaveAt(folder / "ours.ckpt", 3)], **options)
@@ -124,7 +124,7 @@ def divides_after_validating():
 
 @contextmanager
 def said():
-    """What rank zero says meanwhile."""
+    """Collects what rank zero says meanwhile."""
     texts = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
@@ -162,7 +162,7 @@ def chooses_for_itself():
 
 @without_measuring
 def a_second_model_is_divided_from_the_users_own():
-    """One Trainer that trains two models: of each fit the planned micro-batch, those that the model saw, and K."""
+    """Trains two models on one Trainer: of each fit the planned micro-batch, those that the model saw, and K."""
     found = {}
     for name, given in (("number", {"batch_size": 8}), ("divide", {"batch_size": "divide", "memory_limit": "64MiB"})):
         strategy = OSDPStrategy(search_space=SPACE, **given)
@@ -197,7 +197,7 @@ class Every2(Scheduled):
 
 @without_measuring
 def keeps_what_is_there():
-    """What is said where the user's micro-batches stay, and what was trained with."""
+    """Returns what was trained with where the user's micro-batches stay, and what is said of that."""
     found = {}
     cases = {
         "norm": (Normalised(), {}),
@@ -261,7 +261,7 @@ class Queued(Plain):
 
 
 class EveryOther(Plain):
-    """Another loss in every second batch."""
+    """Model with another loss in every second batch."""
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch) * (1 + batch_idx % 2)

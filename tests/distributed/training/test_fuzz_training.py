@@ -99,7 +99,7 @@ def holder(name, units):
 
 
 def options(described):
-    """What a plan with these units gathers ahead, and how."""
+    """Draws what a plan with these units gathers ahead, and how."""
     whole = [unit["name"] for unit in described if unit["name"] and len(unit["modes"]) == 1]
     late = st.lists(st.sampled_from(whole), unique=True, max_size=3).map(tuple) if whole else st.just(())
     return st.fixed_dictionaries(
@@ -124,7 +124,7 @@ def called_in(module):
 
 @st.composite
 def blocks(draw, called):
-    """What blocks do, none of which is inside another."""
+    """Draws what blocks do, none of which is inside another."""
     found = []
     for name in called:
         if not any(name.startswith(f"{block}.") for block, _ in found) and draw(SELDOM):
@@ -223,7 +223,7 @@ def cases(draw, node_size=None):
 
 @st.composite
 def fits(draw):
-    """Of a Trainer: the same micro-batches in each step, what a callback changes, and when it validates."""
+    """Draws fits of a Trainer: equal micro-batches in each step, what a callback changes, and when validation runs."""
     case = draw(cases())
     number, num_layers = draw(st.integers(1, 3)), len(case["model"]["layers"])
     batches = [batch["skip"] for step in case.pop("steps") for batch in step["batches"]]

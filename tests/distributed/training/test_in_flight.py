@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
 
 MOST = (1, 2, 100)
 SYNCS = {"every": ["every"], "last": ["last"], "both": ["every", "last"]}
-"""Of units, in turn."""
+"""Synchronisation of units, in turn."""
 
 
 class Counted(in_flight.ReduceScatters):
@@ -48,7 +48,7 @@ def with_syncs(plan, syncs):
 
 
 def steps_of(run, number=None):
-    """What so many steps come to, none of which leaves anything in flight; None: one for each pair of batches."""
+    """Takes so many steps, none of which leaves anything in flight; None: one for each pair of batches."""
     losses, batches = [], batches_by_step()
     torch.manual_seed(7 + dist.get_rank())
     for step in range(number or len(batches)):
@@ -79,7 +79,7 @@ def test_steps_equal_ddp_however_many_are_in_flight(ranks, world_size, units):
 
 
 def late(num_steps, seed):
-    """Whether all numbers are those of a run in which no rank is ever late."""
+    """Tells if all numbers are those of a run in which no rank is ever late, and returns the most in flight."""
     plan, draw = with_syncs(base_plan("block"), SYNCS["both"]), random.Random(repr((seed, dist.get_rank())))
 
     def wait(*_):

@@ -37,7 +37,7 @@ class Unused(OddMLP):
 
 
 class DeepGPT(GPT):
-    """Enough blocks for two of them to be a unit."""
+    """GPT with enough blocks for two of them to be a unit."""
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer, layers=5)
@@ -81,9 +81,9 @@ def trains(name, prefetch, modules=None, late=0):
     """Weights after five steps beside DDP's, the plan's units of several modules, and collectives of the last step.
 
     Args:
-        name: of the model.
-        prefetch: of backward, and forward's with it.
-        modules: of one unit, where the plan is not to be the planner's.
+        name: name of the model.
+        prefetch: backward's prefetch, and forward's with it.
+        modules: modules of one unit, where the plan is not to be the planner's.
         late: units that are gathered late, in both directions.
     """
     plan = _planned(name, prefetch, shares=modules is None)

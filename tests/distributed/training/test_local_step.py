@@ -53,7 +53,7 @@ def configured(parameters, name, how, options):
 
 
 def parameters_of(make):
-    """Also one that never gets a gradient."""
+    """Makes parameters of all shapes, one of which never gets a gradient."""
     return [nn.Parameter(make(values(place, shape))) for place, shape in enumerate((*SHAPES, (4, 2)))]
 
 
@@ -83,7 +83,7 @@ def stepped(make, name, how, options, around):
 
 
 def differences(of, others):
-    """What is not the same in weights, groups and states of two optimizers with the same parameters."""
+    """Names what is not the same in weights, groups and states of two optimizers with the same parameters."""
     found = []
     for index, (own, other) in enumerate(zip(of[0], others[0], strict=True)):
         states = [of[1].state.get(own), others[1].state.get(other)]
@@ -98,7 +98,7 @@ def differences(of, others):
 
 
 def is_same(value, other):
-    """Bit for bit, and of the same kind; of a DTensor the rows of this rank."""
+    """Tells if values are the same bit for bit, and of the same kind; of a DTensor the rows of this rank."""
     if type(value) is not type(other):
         return False
     if isinstance(value, DTensor):
@@ -123,7 +123,7 @@ def largest_from_plain(of, plain):
 
 
 def equals_dtensors(names=tuple(CLASSES), in_nodes=False):
-    """Per case, what differs from steps on DTensors, and how much from those of one process."""
+    """Returns, by case, differences from steps on DTensors, and distances from steps of one process."""
     found, make = {}, cut_in_nodes if in_nodes else cut
     for name in names:
         for how in (False, True, *["fused"] * (name in FUSED)):
@@ -152,11 +152,11 @@ class Kinds(TorchDispatchMode):
 
 
 class OwnAdam(torch.optim.Adam):
-    """Not exactly torch's."""
+    """Optimizer that is not exactly torch's."""
 
 
 def kinds_in(optimizer):
-    """What the arithmetic of a step is given."""
+    """Returns what the arithmetic of a step is given."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         parameter.grad = parameter.grad if parameter.grad is not None else torch.ones_like(parameter)
     with stepping_on_rows(optimizer), Kinds() as kinds:
@@ -165,12 +165,12 @@ def kinds_in(optimizer):
 
 
 def cut(whole):
-    """Into rows, of all ranks."""
+    """Cuts a tensor into rows of all ranks."""
     return distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
 def cut_in_nodes(whole):
-    """Into rows of two ranks, those of an odd number of elements, and of all ranks."""
+    """Cuts a tensor with an odd number of elements into rows of two ranks, others into rows of all ranks."""
     if whole.numel() % 2 == 0:
         return cut(whole)
     return distribute_tensor(whole, mesh_of_nodes(), [Replicate(), Shard(0)])
@@ -181,7 +181,7 @@ def cut_parameters():
 
 
 def arithmetic():
-    """What the arithmetic is given, by case."""
+    """Returns what the arithmetic is given, by case."""
     adam = partial(torch.optim.Adam, lr=0.1)
     scheduled = adam(cut_parameters())
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
@@ -236,7 +236,7 @@ def seen_by_others(how):
 
 
 def failing(where):
-    """What is left of an optimizer whose step fails in the closure or in the arithmetic of the second group."""
+    """Returns the error of a step that fails in the closure or in the second group, and what the optimizer has then."""
     parameters = cut_parameters()
     optimizer = torch.optim.Adam([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
     state, versions = optimizer.state, [parameter._version for parameter in parameters]

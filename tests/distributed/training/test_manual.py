@@ -145,7 +145,7 @@ class Shared(GAN):
 
 
 def refused():
-    """What cannot be sharded in manual optimization."""
+    """Returns errors of what cannot be sharded in manual optimization."""
 
     def told(module, **options):
         loader = module.loader(dist.get_rank(), dist.get_world_size())
@@ -236,7 +236,7 @@ class Sharpness(torch.optim.Optimizer):
 
 
 class Sharp(GAN):
-    """One optimizer whose step needs the closure's gradients."""
+    """GAN with one optimizer, whose step needs the closure's gradients."""
 
     def judge(self, batch):
         loss = self.entropy(self.generator(batch[0].float()), 1.0)

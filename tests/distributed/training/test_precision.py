@@ -67,7 +67,7 @@ class Steps(L.Callback):
 
 
 def overflows(clip=None, in_nodes=False):
-    """Of each step in float16: whether it has changed weights, and the scale after it."""
+    """Returns, for each step in float16, if it has changed weights, and the scale after it."""
     module = Overflows("sgd")
     module.steps = []
     plan = plan_for(module, "mixed", world_size=dist.get_world_size())

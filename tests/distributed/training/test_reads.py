@@ -58,7 +58,7 @@ class Tables(Base):
 
 
 class Differentiating(Tables):
-    """From the third step on, the batch has gradients, for which backward reads the first weight."""
+    """Tables whose batch has gradients from the third step on, for which backward reads the first weight."""
 
     differentiates = True
 
@@ -104,7 +104,7 @@ def test_what_backward_does_not_read_is_gathered_in_forward_alone(
 
 
 def trains_in_low_precision():
-    """Whether backward in bf16 leaves units alone of which autocast saves copies, and losses of both plans."""
+    """Tells if losses in bf16 stay the same where backward leaves units alone of which autocast saves copies."""
     plan = planned(dtype=torch.float32)
     every = dataclasses.replace(plan, units=tuple(dataclasses.replace(unit, is_read=True) for unit in plan.units))
     losses = []

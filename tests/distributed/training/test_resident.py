@@ -141,7 +141,7 @@ def ran(module, plan=None, **options):
 
 
 def differs(found, expected):
-    """On rank 0 the largest difference of two states, elsewhere nothing."""
+    """Largest difference of two states on rank 0, zero elsewhere."""
     return largest_difference(found, expected) if dist.get_rank() == 0 else 0.0
 
 
@@ -225,7 +225,7 @@ def _load(module, _):
 
 
 def _rows(module, _):
-    """What one rank has."""
+    """Writes the rows of one rank."""
     with torch.no_grad():
         rows = module.twice.weight
         if hasattr(rows, "to_local"):
@@ -246,7 +246,7 @@ def _gathered(module, fit):
 
 
 def _read(module, _):
-    """Nothing is written."""
+    """Reads a weight, and writes nothing."""
     module.twice.weight.data.sum()
 
 
@@ -299,17 +299,17 @@ class Writing(L.Callback):
             self._write(module, fit)
 
     def on_train_batch_start(self, *_):
-        """A hook in each step."""
+        """Hook in each step."""
 
     def on_before_optimizer_step(self, *_):
-        """The same."""
+        """Hook before each optimizer step."""
 
     def on_validation_start(self, *_):
-        """The same."""
+        """Hook where validation starts."""
 
 
 def writes_like_ddp(names, hooks):
-    """By what is written and when: the difference from DDP, and how often units are gathered."""
+    """Returns, by what is written and when, the difference from DDP, and how often units are gathered."""
     plan, frozen = planned(Adapters, "mixed")
     told = {}
     for name in names:
@@ -423,7 +423,7 @@ def test_each_fit_gathers_anew(ranks):
 
 
 def in_low_precision():
-    """Whether losses and weights in bf16 are those of the plan with everything resharded, and gathers."""
+    """Tells if losses in bf16 are those of the plan with everything resharded; how far states differ, and gathers."""
     plan, frozen = planned(dtype=torch.float32)
     plain = plan_for(made(dtype=torch.float32), "zdp", world_size=dist.get_world_size())
     module, other = made(dtype=torch.float32), made(dtype=torch.float32)

@@ -28,7 +28,7 @@ EPOCHS = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 3, "limit_val
 
 
 def gathered(module):
-    """Within it, a module has whole parameters under each strategy."""
+    """Returns a context within which a module has whole parameters, under each strategy."""
     strategy = module.trainer.strategy
     return strategy.gathered() if isinstance(strategy, OSDPStrategy) else nullcontext()
 
@@ -123,7 +123,7 @@ def loads_and_copies():
 
 
 def copies_of_shards():
-    """What is said where the model, a unit or what has no parameters of its own is copied outside of `gathered`."""
+    """Returns errors where the model, a unit or a module without parameters is copied outside of `gathered`."""
     plan, found = plan_with(Chain, "mixed"), []
     for layer in (None, "first"):
         module = Copying(layer=layer, gathers=False)
@@ -133,7 +133,7 @@ def copies_of_shards():
 
 
 class Wrapped(Chain):
-    """As Lightning's pages on FSDP show it."""
+    """Chain that wraps layers as Lightning's pages on FSDP show it."""
 
     def configure_model(self):
         self.first = wrap(self.first)
@@ -146,7 +146,7 @@ def wraps():
 
 
 def profiles():
-    """By profiler, the files that it writes."""
+    """Returns, by profiler, the files that it writes."""
     plan, found = plan_with(Chain, "mixed"), {}
     for name in ("simple", "advanced", "pytorch"):
         folder = Path(tempfile.mkdtemp())
@@ -156,7 +156,7 @@ def profiles():
 
 
 class Generating(Chain):
-    """Its validation runs a layer again and again, from some step on more often on the last rank."""
+    """Chain whose validation runs a layer again and again, from some step on more often on the last rank."""
 
     def __init__(self, optimizer="adamw", *, uneven_from=10**9, gathers=False):
         super().__init__(optimizer)
@@ -185,7 +185,7 @@ def generates():
 
 
 def generates_apart(kind):
-    """What is said where one rank generates for longer, long after training has begun."""
+    """Returns the error where one rank generates for longer, long after training has begun."""
     strategy = OSDPStrategy(plan=plan_with(Generating, kind))
     options = {"max_steps": 8, "val_check_interval": 2, "limit_val_batches": 2}
     return refusal(lambda: fitted(strategy, Generating(uneven_from=6), **options))
@@ -227,7 +227,7 @@ class Failing(Chain):
 
 
 def fails(on_ranks, at=2):
-    """What is raised with checkpoints on exceptions, and which are there."""
+    """Returns the error of a fit with checkpoints on exceptions, and the checkpoints that are there."""
     folders = [[tempfile.mkdtemp(), tempfile.mkdtemp()]]
     dist.broadcast_object_list(folders)
     first, second = map(Path, folders[0])
@@ -251,7 +251,7 @@ def fails(on_ranks, at=2):
 
 @without_measuring
 def fails_in_setup():
-    """What is raised by a step that is profiled, with a checkpoint on exceptions."""
+    """Returns the error of a step that is profiled, with a checkpoint on exceptions."""
     try:
         callbacks = [OnExceptionCheckpoint(tempfile.mkdtemp())]
         fitted(OSDPStrategy(), Failing(on_ranks=(0, 1), at=0), callbacks=callbacks, enable_checkpointing=True)

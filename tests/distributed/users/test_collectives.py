@@ -52,13 +52,13 @@ class Contrasted(Chain):
 
 
 class Gathered(Contrasted):
-    """By torch's own collectives with gradients."""
+    """Model that gathers by torch's own collectives with gradients."""
 
     gathers = staticmethod(lambda _, x: torch.cat(collectives.all_gather(x)))
 
 
 class Detached(Contrasted):
-    """Without gradients of what other ranks have."""
+    """Model that gathers without gradients of what other ranks have."""
 
     @staticmethod
     def gathers(module, x):

@@ -108,7 +108,7 @@ def planned(how, **options):
 
 
 def refused():
-    """What is said of a plan with a unit inside what is compiled whole."""
+    """Returns errors of plans with a unit inside what is compiled whole."""
     found = []
     for how in ("both", "first in place"):
         make = partial(Compiled, how=how, backend="eager", fullgraph=True)

@@ -34,7 +34,7 @@ WAYS = {
     "as data": set_anew,
     "numpy": by_numpy,
 }
-"""How people clip weights."""
+"""Ways in which people clip weights."""
 
 
 class Clipped(Chain):
@@ -124,7 +124,7 @@ def written():
 
 @without_measuring
 def written_by_hand():
-    """The same of one that optimizes manually."""
+    """Differences from DDP of models that optimize manually and write to weights, early or late."""
     found = {}
     for start in (0, 5):
         trained = []

@@ -49,7 +49,7 @@ class Fed(OddMLP):
 
 
 class Stream(IterableDataset):
-    """Every rank's own share of a dataset, one by one."""
+    """Dataset that gives every rank its own share, one by one."""
 
     def __init__(self, data):
         self.data = data
@@ -88,7 +88,7 @@ class Backwards(BatchSampler):
 
 
 class Own(DataLoader):
-    """Its constructor's argument is no attribute."""
+    """Loader whose constructor's argument is no attribute."""
 
     def __init__(self, data_and_size):
         super().__init__(data_and_size[0], batch_size=data_and_size[1])
@@ -123,7 +123,7 @@ LOADERS = {
     "generator": lambda data, size: iter(list(DataLoader(Stream(data), batch_size=size))),
 }
 LIGHTNING_CANNOT = {"positional", "own"}
-"""Lightning itself cannot give these its distributed sampler."""
+"""Loaders that Lightning itself cannot give its distributed sampler."""
 
 
 @without_measuring
@@ -144,7 +144,7 @@ def fitted(strategy, kind, size, *, by_hand=False, **options):
 
 
 def equals_ddp(kind, asked=None, given=4, **options):
-    """What training under the strategy with a batch size of its own was, beside DDP on loaders of that size."""
+    """Compares training under the strategy with a batch size of its own with DDP on loaders of that size."""
     strategy = OSDPStrategy(batch_size=asked or "auto", search_space=SPACE)
     state, module, said, fit = fitted(strategy, kind, given, **options)
     ddp = DDPStrategy(process_group_backend="gloo")
@@ -215,7 +215,7 @@ def test_loaders_asked_of_the_module_are_left_as_they_are(ranks, kind):
 REBUILT = set(LOADERS) - {"uneven", "generator", "seeded"}
 SLOW = REBUILT - {"shuffled", "workers", "batch_sampler"}
 ON_FOUR = ["batch_sampler", "counted", "max_size", "shuffled", "workers"]
-"""One for each way to divide samples among ranks: Lightning's sampler, alone and inside of others, and one's own."""
+"""Loaders for each way to divide samples among ranks: Lightning's sampler, alone and inside of others, one's own."""
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ RELOAD = {"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 2}
         slow(2, {"overfit_batches": 2}, 6),
         slow(2, {"limit_train_batches": 0.2}, 6),
         slow(4, RELOAD, 6),
-        slow(4, {"limit_train_batches": 0.2}, 6),  # of an epoch that is as long as there are ranks
+        slow(4, {"limit_train_batches": 0.2}, 6),  # a share of an epoch that is as long as there are ranks
     ],
     ids=["reload", "reload and rebuild", "overfit", "limit", "reload and rebuild on four", "limit on four"],
 )

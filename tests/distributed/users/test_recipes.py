@@ -20,7 +20,7 @@ WIDTH, EXPERTS = 6, 4
 
 
 class Mixture(Chain):
-    """Each sample is sent to the expert that a router likes best, and the experts are called one by one."""
+    """Mixture of experts: a router sends each sample to the expert that it likes best; each expert is called alone."""
 
     def __init__(self, optimizer="adamw", *, is_each_called):
         super().__init__(optimizer)
@@ -40,7 +40,7 @@ class Mixture(Chain):
 
 
 class Stacked(Chain):
-    """The same with the weights of all experts in one parameter of one module."""
+    """Mixture with the weights of all experts in one parameter of one module."""
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
@@ -77,7 +77,7 @@ class Contrastive(Chain):
 
 
 def mixtures():
-    """By how experts are called."""
+    """Returns differences from DDP, and units, by how experts are called."""
     found = {}
     for name, make in {"each is called": lambda: Mixture(is_each_called=True), "stacked": Stacked}.items():
         found[name], plan, _ = planned(make)
@@ -87,7 +87,7 @@ def mixtures():
 
 @without_measuring
 def experts_apart():
-    """What a rank raises where only the experts with samples are called, which are others on another rank."""
+    """Returns the error of a rank that calls only the experts with samples, which are others on another rank."""
     return failure(lambda: fitted(OSDPStrategy(search_space=EVERYTHING), Mixture(is_each_called=False), max_steps=8))
 
 
@@ -98,7 +98,7 @@ def contrastive():
 
 
 def transformers_models():
-    """See `hf_recipes`, which needs ``transformers``."""
+    """Runs `hf_recipes`, which needs ``transformers``."""
     from tests.distributed.support.hf import hf_recipes
 
     return hf_recipes.trained()
@@ -113,7 +113,7 @@ def test_experts_in_one_module_or_all_called_equal_ddp(ranks):
 
 
 def test_experts_that_only_some_ranks_call_are_an_error():
-    pool = RankPool(2)  # of its own: collectives that found no partner are left
+    pool = RankPool(2)  # its own pool: collectives that found no partner are left
     try:
         assert {kind for kind, _ in pool.run(experts_apart)} == {"RanksApartError"}
     finally:

@@ -42,9 +42,9 @@ HOOKS = (
     ("on_validation_batch_end",),
     ("on_validation_epoch_end",),
 )
-"""Those that run together do so far from each other: what is gathered before one is not freed for the other."""
+"""Hooks that run together, far from each other: what is gathered before one is not freed for the other."""
 IN_STEP = ("on_before_zero_grad", "on_before_backward")
-"""Between forward and backward: autograd lets weights change only behind its back."""
+"""Hooks between forward and backward: autograd lets weights change only behind its back."""
 EPOCHS = {
     "max_steps": -1,
     "max_epochs": 2,
@@ -63,7 +63,7 @@ def shrink(module, hook):
 
 
 def changing(hooks, *, in_callback):
-    """What makes a model whose weights shrink in these hooks, and callbacks."""
+    """Returns what makes a model whose weights shrink in these hooks, and callbacks."""
 
     def written(hook, is_of_module):
         def run(first, *others, **_):
@@ -88,12 +88,12 @@ def changed_in_hooks(kinds=("mixed",), sets=HOOKS):
 
 
 def changed_in_all_hooks():
-    """The same in all of them at once."""
+    """Differences from DDP where weights change in all hooks at once."""
     return changed_in_hooks(("zdp", "dp"), [[hook for hooks in HOOKS for hook in hooks]])
 
 
 class Skipping(Chain):
-    """Its validation leaves out a layer that forward has gathered ahead by then."""
+    """Chain whose validation leaves out a layer that forward has gathered ahead by then."""
 
     def __init__(self, optimizer="adamw", *, hook=None):
         super().__init__(optimizer)
@@ -142,7 +142,7 @@ def left_out_after_it_was_gathered_ahead():
 
 
 class Taught(Chain):
-    """Its layers learn from a frozen teacher, too."""
+    """Chain whose layers learn from a frozen teacher, too."""
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
@@ -156,7 +156,7 @@ class Taught(Chain):
 
 
 class Teaching(Taught):
-    """Its teacher is an average of its layers."""
+    """Chain whose teacher is an average of its layers."""
 
     def on_train_batch_end(self, *_):
         layers = (self.first, self.second, self.third)
@@ -177,7 +177,7 @@ AVERAGES = {
     "foreach lerp": lambda teacher, student: torch._foreach_lerp_([teacher], [student], 0.1),
     "foreach add": lambda teacher, student: torch._foreach_add_([teacher], [student], alpha=0.1),
 }
-"""What weights of a teacher are made of, and of those of its student."""
+"""Ways to make weights of a teacher from themselves and from those of its student."""
 
 
 class Assigning(Taught):
@@ -222,7 +222,7 @@ def assigned():
 
 
 class TeachingAcross(Teaching):
-    """Its layers are sharded over other ranks than what learns from them, and learn in another way in each step."""
+    """Chain whose teacher is sharded over other ranks than its layers; each step averages them in another way."""
 
     units = ("teacher.0", "teacher.1", "teacher.2", "first", "second", "third", "norm", "last")
 
@@ -267,11 +267,11 @@ WRITES = {
     "by data": lambda teacher, student: teacher.data.mul_(0.9).add_(student.data, alpha=0.1),
     "as data": lambda teacher, student: setattr(teacher, "data", 0.9 * teacher.data + 0.1 * student.data),
 }
-"""How people move an average of weights."""
+"""Ways in which people move an average of weights."""
 
 
 class Moving(Taught):
-    """Its step moves the teacher, and shrinks what is trained, in one of these ways."""
+    """Chain whose step moves the teacher, and shrinks what is trained, in one of these ways."""
 
     def __init__(self, way):
         super().__init__()
@@ -311,7 +311,7 @@ def plain(name):
 
 
 class Looking(Chain):
-    """Its hooks look at shapes and at what was set on parameters; weights decay where it is not told otherwise."""
+    """Chain whose hooks look at shapes and attributes of parameters; weights decay where not told otherwise."""
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)

@@ -69,7 +69,7 @@ class ByRank(Chain):
 
 
 class Branches(nn.Module):
-    """Three of them, the last of which nobody takes."""
+    """Three branches, the last of which nobody takes."""
 
     def __init__(self):
         super().__init__()
@@ -388,7 +388,7 @@ def modelled(names=tuple(MODELS), kinds=("mixed", "zdp", "dp")):
 
 
 def partly_used(kinds=("mixed",)):
-    """The same for parameters that some ranks use, or all in some steps, with and without accumulation."""
+    """Differences from DDP of parameters that some ranks use, or all in some steps, with and without accumulation."""
     options = {"max_steps": 6, "ddp_options": UNUSED}
     found = {name: differences(make, kinds, **options) for name, make in PARTLY_USED.items()}
     for name, make in PARTLY_USED.items():
@@ -428,7 +428,7 @@ def with_block(plan, activations):
 
 
 def without_gradients_inside():
-    """What is told where gradients cannot be had in a step."""
+    """Returns errors where gradients cannot be had in a step."""
 
     def told(make, change=lambda plan: plan):
         plan = change(plan_with(make, "zdp"))
@@ -443,7 +443,7 @@ def without_gradients_inside():
 
 
 def reduced_by_gradients_inside():
-    """How many reduce-scatters two steps have that ask for gradients of inputs, and two that do not."""
+    """Counts reduce-scatters of two steps that ask for gradients of inputs, and of two that do not."""
     found = []
     for make in (Adversarial, Chain):
         all_to_all, calls = dist.all_to_all_single, []  # by which gloo reduces
@@ -491,11 +491,11 @@ EXPERTS = {
     "skipped": SkippedByRank,
 }
 APART = [("equal", "dp"), ("larger", "zdp"), ("skipped", "zdp")]
-"""Under "dp" each rank gathers all units, and reduces them in another order."""
+"""Cases in which ranks are apart; under "dp" each rank gathers all units, and reduces them in another order."""
 
 
 def apart(name, kind):
-    """What a rank raises, and after how many seconds."""
+    """Returns the error that a rank raises, after how many seconds, and after how many steps."""
     plan, start = plan_with(EXPERTS[name], kind), time.monotonic()
     module = EXPERTS[name]()
     try:
@@ -515,7 +515,7 @@ class ApartAtFirst(ExpertByRank):
 
 
 def apart_and_together():
-    """What a fit raises in which ranks call different units, and how many steps the next fit takes."""
+    """Returns the error of a fit in which ranks call different units, and how many steps the next fit takes."""
     plan, module = plan_with(ApartAtFirst, "dp"), ApartAtFirst()
     told = refusal(lambda: fitted(OSDPStrategy(plan=plan), module, max_steps=3))
     module.are_apart, module.found = False, []
@@ -561,7 +561,7 @@ class Normalised(Chain):
 
 
 class Remembering(Normalised):
-    """Its loss reads buffers that no two ranks begin with, and that its step changes in all ways, one of them later."""
+    """Model whose loss reads buffers that differ by rank, and that its step changes in all ways, one of them later."""
 
     def __init__(self, *, is_expanded=True):
         super().__init__("adamw")
@@ -663,7 +663,7 @@ BAD_OPTIONS = {
 
 
 def refused():
-    """What bad input is refused with, and whether training had begun."""
+    """Returns errors of bad input, and how many steps had been trained."""
     found = {}
     for name, make in BAD_MODELS.items():
         plan = plan_with(make, "zdp", dtype=None)
@@ -725,7 +725,7 @@ def test_frozen_parameters_are_not_reduced(ranks, world_size):
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_units_that_only_some_ranks_call_are_an_error_on_all_ranks(world_size):
     for name, kind in APART:
-        pool = RankPool(world_size)  # of its own: collectives that found no partner are left
+        pool = RankPool(world_size)  # its own pool: collectives that found no partner are left
         try:
             for told, duration_s, num_steps in pool.run(apart, name=name, kind=kind):
                 assert told is not None, (name, kind)

@@ -186,7 +186,7 @@ def optimized(names=tuple(OPTIMIZERS), kinds=("mixed",)):
 
 
 class Matrices(Chain):
-    """What Muon takes: matrices alone."""
+    """Chain that trains what Muon takes: matrices alone."""
 
     def __init__(self):
         super().__init__()
@@ -216,11 +216,11 @@ def seeing_shards(parameters):
 
 
 class OwnSGD(torch.optim.SGD):
-    """Whose step is torch's, which nothing knows."""
+    """SGD whose step is torch's, which nothing knows."""
 
 
 class ByOneVector(ByForeach):
-    """Which makes one vector of gradients that are vectors, as can be made of what is on one mesh."""
+    """Optimizer that makes one vector of gradients that are vectors, as can be made of what is on one mesh."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -247,7 +247,7 @@ class Noted(Optimized):
 
 
 def refused(kind):
-    """What each of these optimizers is refused with before training."""
+    """Returns errors of these optimizers, and if training had begun."""
     found = {}
     for name, make in REFUSED.items() if kind == "mixed" else [("ByOneVector", ByOneVector)]:
         module = Noted(make)
@@ -334,7 +334,7 @@ class OfLightning(Chain):
 
 
 def lightnings_norms():
-    """What is told where values of DTensors are read together."""
+    """Returns the error where values of DTensors are read together."""
     plan = plan_with(OfLightning, "mixed")
     try:
         fitted(OSDPStrategy(plan=plan), OfLightning(), max_steps=1)
@@ -355,14 +355,14 @@ class ClippingItself(Chain):
 
 
 def clip_in_two(parameters):
-    """By torch's two functions, one of which has returned the norm."""
+    """Clips by torch's two functions, one of which has returned the norm."""
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], error_if_nonfinite=True)
     assert float(norm) > 0
     torch.nn.utils.clip_grads_with_norm_(parameters, 0.01, norm)
 
 
 def clip_by_hand(parameters):
-    """By the norm of all gradients, which is summed in place."""
+    """Clips by the norm of all gradients, which is summed in place."""
     total = 0.0
     for parameter in parameters:
         total += parameter.grad.norm() ** 2

@@ -97,7 +97,7 @@ class Shared(Chain):
 
 
 class Func(Chain):
-    """What is asked for by torch.func in a step."""
+    """Chain whose loss asks torch.func for derivatives."""
 
     def __init__(self, kind="grad", optimizer="adamw"):
         super().__init__(optimizer)
@@ -146,7 +146,7 @@ def planned_of_all_kinds():
 
 
 def refused():
-    """What is said of an optimizer that takes sparse gradients alone, and of two parameters in one memory."""
+    """Returns errors of an optimizer that takes sparse gradients alone, and of two parameters in one memory."""
     found = []
     for make in (partial(Embedded, torch.optim.SparseAdam), Shared):
         plan = plan_with(make, "zdp")

@@ -77,7 +77,7 @@ def hooked():
 
 
 class Partly(nn.Module):
-    """Two of its layers are not called."""
+    """Module of which two layers are not called."""
 
     def __init__(self, layer):
         super().__init__()
@@ -126,14 +126,14 @@ def assigned():
 
 
 class Penalised(Chain):
-    """Its loss has a term over all parameters."""
+    """Chain whose loss has a term over all parameters."""
 
     def loss(self, batch):
         return super().loss(batch) + 0.1 * sum(parameter.square().sum() for parameter in self.parameters())
 
 
 class Orthogonal(Chain):
-    """Its loss has a term of one weight and a constant."""
+    """Chain whose loss has a term of one weight and a constant."""
 
     def loss(self, batch):
         weight = self.second.weight
@@ -141,7 +141,7 @@ class Orthogonal(Chain):
 
 
 class Anchored(Chain):
-    """Its loss keeps it near to where it began."""
+    """Chain whose loss keeps weights near to where they began."""
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
@@ -176,7 +176,7 @@ def penalised():
 
 
 def penalised_in_units():
-    """What comes of units that hold what the loss reads elsewhere: differences from DDP, or what is raised."""
+    """Returns differences from DDP, or errors, of units that hold what the loss reads elsewhere."""
     tried = ("all", "zdp"), ("all", "dp"), ("orthogonal", "mixed"), ("anchored", "dp")
     return {(name, kind): outcome(PENALISED[name], kind) for name, kind in tried}
 
@@ -252,7 +252,7 @@ def unfrozen_in_low_precision():
 
 
 def group_sizes(result):
-    """How many parameters each group of the optimizer of a fit has."""
+    """Counts the parameters in each group of the optimizer of a fit."""
     return [len(group["params"]) for group in result[2].optimizers[0].param_groups]
 
 
@@ -281,7 +281,7 @@ class Exporting(Chain):
 
 
 class PlainExporting(Exporting):
-    """The same under DDP, where all is whole."""
+    """Model under DDP, where all is whole."""
 
     def gathered(self, **options):
         return torch.no_grad()
@@ -338,7 +338,7 @@ class Counting(Chain):
 
 @without_measuring
 def profiled():
-    """What a fit that is planned does to a model that counts, beside DDP; and what other groups are refused with."""
+    """Compares a fit that is planned with DDP, for a model that counts; and returns the error of other groups."""
     found = []
     for strategy in (ddp(), OSDPStrategy(search_space=EVERYTHING)):
         module = Counting()
@@ -369,7 +369,7 @@ class Asking(Chain):
 
 
 class Awaiting(Chain):
-    """Its step needs what a hook makes."""
+    """Chain whose step needs what a hook makes."""
 
     def on_train_epoch_start(self):
         self.outs = []
@@ -388,7 +388,7 @@ def asked():
 
 
 READS = {
-    "flatten": torch.flatten,  # of rows that ranks do not share evenly
+    "flatten": torch.flatten,  # its rows are not shared evenly by ranks
     "quantile": lambda weight: weight.quantile(0.5),
     "rows": list,
     "tolist": torch.Tensor.tolist,

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 
 WIDTH = 16
 LENGTHS = [3, 3, 4, 3, 3, 3, 40, 3, 3, 3]
-"""Of this rank's batches; the seventh of rank 1 is longer still."""
+"""Lengths of this rank's batches; the seventh of rank 1 is longer still."""
 
 
 class Reader(Base):
@@ -60,7 +60,7 @@ def fit(**options):
 
 @without_measuring
 def varying():
-    """By what is profiled."""
+    """Fits by what is profiled."""
     given = torch.ones(BATCH_SIZE, 60, WIDTH)
     first = fit()
     between = (first[0] + first[1]) // 2
@@ -75,7 +75,7 @@ def varying():
 
 @without_measuring
 def sizes():
-    """What comes of micro-batches as large as the data, and of limits in percent."""
+    """Returns the error of micro-batches as large as the data, limits in percent, and scaled micro-batches."""
     data = DataLoader(torch.ones(12, 3, WIDTH), batch_size=2)
 
     def fitted(**options):
