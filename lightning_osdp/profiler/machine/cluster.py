@@ -29,6 +29,12 @@ _LEAST_OVERLAP_S, _OVERLAP_REPEATS = 5e-3, 5
 """Least seconds of computing and of all-gathers that are run beside each other, and the number of such runs."""
 _MOST_CONTENTION = 0.9
 """Most that a run is lengthened by a shorter one beside it, over the seconds of the shorter; 1: nothing is hidden."""
+_LEAST_HIDDEN = 0.25
+"""Least share of a collective that computing hides, or the reverse, if they are to run beside each other in plans.
+
+Contention says how much is lost between this and a whole; a higher threshold would have what is measured on either side
+of it, as on two cores with four gloo ranks, plan for two machines that have little in common.
+"""
 _NUM_BYTES = 4 * 1024**2
 """Size of the collectives by which overlap and copies are found."""
 _WIDTH, _WIDTH_ON_CPU = 2048, 256
@@ -242,23 +248,28 @@ def _copies_in_reduce_scatter(device: torch.device) -> bool:
 def _measure_overlap(device: torch.device, link: Link) -> tuple[bool, tuple[str, ...], Contention]:
     """Tells if computing goes on during collectives, kinds that the host waits for, and how both are slowed down.
 
-    On CUDA an all-gather runs in another stream. On CPU asynchronous all-gathers and reduce-scatters are tried apart;
-    the host waits for reductions of units that are sharded in the node. Call it on all ranks.
+    On CUDA an all-gather runs in another stream. On CPU asynchronous all-gathers and reduce-scatters are tried apart,
+    and the mean of their contention is taken; the host waits for reductions of units that are sharded in the node.
+    Call it on all ranks.
     """
     if device.type != "cpu":
         beside = _beside_on_cuda(device)
-        overlaps = hidden_share(beside) >= 0.5
+        overlaps = hidden_share(beside) >= _LEAST_HIDDEN
         return overlaps, (), contention_of(beside) if overlaps else Contention()
     whole, shard = _whole_and_shard(_overlapped_bytes(link), device)
     gathers, reductions = (
         _beside_on_cpu(partial(begin, whole, shard)) for begin in (_begin_all_gather, _begin_reduce_scatter)
     )
     tried = {"gather": gathers, "gather_in_node": gathers, "reduce": reductions}
-    hidden = {beside: hidden_share(beside) >= 0.5 for beside in (gathers, reductions)}
+    hidden = {beside: hidden_share(beside) >= _LEAST_HIDDEN for beside in (gathers, reductions)}
     if not any(hidden.values()):
         return False, (), Contention()
     waits_for = [kind for kind, beside in tried.items() if not hidden[beside]]
-    contention = contention_of(gathers if hidden[gathers] else reductions)
+    found = [contention_of(beside) for beside, is_hidden in hidden.items() if is_hidden]
+    contention = Contention(
+        computing=statistics.fmean(each.computing for each in found),
+        collectives=statistics.fmean(each.collectives for each in found),
+    )
     return True, (*waits_for, "reduce_in_node", "scatter_in_node", "all_reduce"), contention
 
 

@@ -114,10 +114,11 @@ IN_NODES = ("reduce_in_node", "scatter_in_node", "all_reduce")
 @pytest.mark.parametrize(
     ("gathers", "reductions", "expected"),
     [
-        (True, True, (True, IN_NODES)),
-        (True, False, (True, ("reduce", *IN_NODES))),
-        (False, True, (True, ("gather", "gather_in_node", *IN_NODES))),
-        (False, False, (False, ())),
+        (1.0, 1.0, (True, IN_NODES)),
+        (1.0, 0.0, (True, ("reduce", *IN_NODES))),
+        (0.1, 1.0, (True, ("gather", "gather_in_node", *IN_NODES))),
+        (0.4, 0.6, (True, IN_NODES)),  # contention says how much is lost
+        (0.0, 0.1, (False, ())),
     ],
 )
 def test_all_gathers_and_reduce_scatters_are_tried_apart_on_cpu(monkeypatch, gathers, reductions, expected):
@@ -127,12 +128,11 @@ def test_all_gathers_and_reduce_scatters_are_tried_apart_on_cpu(monkeypatch, gat
         def __matmul__(self, other):
             clock.now_s += 200e-6
 
-    def begin(is_hidden):
-        # collectives follow each other beside computing, or in the time of the host
+    def begin(hidden_share):
+        # collectives follow each other beside computing, the rest of them in the time of the host
         begins_s = max(clock.now_s, clock.busy_s)
         clock.busy_s = begins_s + 70e-6
-        if not is_hidden:
-            clock.now_s = clock.busy_s
+        clock.now_s += (1 - hidden_share) * 70e-6
         return SimpleNamespace(wait=lambda: setattr(clock, "now_s", max(clock.now_s, clock.busy_s)))
 
     def timed(run, device, *, repeats):
@@ -147,7 +147,10 @@ def test_all_gathers_and_reduce_scatters_are_tried_apart_on_cpu(monkeypatch, gat
     with fake_group(2):
         overlaps, waits_for, contention = cluster._measure_overlap(CPU, LINK)
     assert (overlaps, waits_for) == expected
-    assert (contention.computing, contention.collectives) == pytest.approx((1.0, 1.0), abs=0.05)
+    if {gathers, reductions} == {0.4, 0.6}:
+        assert contention.computing > 1.2
+    elif gathers == 1.0:
+        assert (contention.computing, contention.collectives) == pytest.approx((1.0, 1.0), abs=0.05)
 
 
 def test_replays_and_segments_are_timed_on_the_device(gpu):
