@@ -85,7 +85,7 @@ class ReduceScatters:
 
 
 class _ReduceScatter:
-    """That of one unit, with the methods of torch's ``ReduceScatter``."""
+    """Reduce-scatters of one unit, with the methods of torch's ``ReduceScatter``."""
 
     def __init__(self, others: ReduceScatters, group: Any) -> None:
         self._others, self._group = others, group

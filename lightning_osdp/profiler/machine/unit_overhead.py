@@ -160,7 +160,7 @@ def _sharded(units: list[nn.Module], device: torch.device, *, keeps: bool) -> nn
 
 
 class _ReduceScatter:
-    """That of `lightning_osdp.reduce_scatter`, with the methods of torch's ``ReduceScatter``."""
+    """Reduce-scatter of `lightning_osdp.reduce_scatter`, with the methods of torch's ``ReduceScatter``."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory of its input or output."""
