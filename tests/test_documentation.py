@@ -1,5 +1,6 @@
-"""Documents name what is in the tree."""
+"""Documents name what is in the tree, and docstrings begin with verbs and nouns."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -142,6 +143,37 @@ def test_the_manual_plans_without_training(tmp_path, monkeypatch):
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "make_plan(" in block)
     exec(compile(code, "plans.md", "exec"), {})
     assert lightning_osdp.Plan.load("osdp_plan.json").world_size == 64
+
+
+BEGINS_WITHOUT_A_NOUN = re.compile(r"\s*(Of|Such|That|The same|Those|What|Whether)\b")
+
+
+def docstrings_of(source):
+    """Line and text of each string that is a statement: of modules, classes and functions, and after assignments."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "lightning_osdp", "tests"])
+def test_docstrings_begin_with_verbs_and_nouns(folder):
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.strip()[:60]}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in docstrings_of(path.read_text(encoding="utf-8"))
+        if BEGINS_WITHOUT_A_NOUN.match(text)
+    ]
+    assert found == []
+
+
+def test_all_docstrings_are_found():
+    parts = ['"""Of."""', "X = 1", '"""What."""', "class A:", '  """', '  Those."""', "  y: int", '  """That."""']
+    source = "\n".join([*parts, '  def f(self): "The same."'])
+    found = dict(docstrings_of(source))
+    assert sorted(found) == [1, 3, 5, 8, 9]
+    assert all(BEGINS_WITHOUT_A_NOUN.match(text) for text in found.values())
+    others = ["Offers.", "Thatched.", "Whatever is.", "The samples.", "Suchlike.", "Number of"]
+    assert not any(map(BEGINS_WITHOUT_A_NOUN.match, others))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
