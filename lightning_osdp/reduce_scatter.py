@@ -6,6 +6,7 @@ Gloo's own is an all-reduce inside: it sends twice as much, and returns when it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def is_by_gloo(group: dist.ProcessGroup) -> bool:
-    """Tells if collectives of a group on tensors of the CPU are gloo's. Testbeds have groups without backends."""
-    cpu = next((device for device in group._device_types if device.type == "cpu"), None)
+def is_by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Tells if collectives of a group (None: all ranks) on a device's tensors are gloo's.
+
+    Simulated groups have no backends.
+    """
+    group = group or dist.group.WORLD
+    if group is None or device.type != "cpu":
+        return False
+    cpu = next((each for each in group._device_types if each.type == "cpu"), None)
     return cpu is not None and bool(group._get_backend(cpu).name() == "gloo")
 
 
@@ -46,7 +53,19 @@ def add_up(shard: Tensor, received: Tensor, op: Any) -> None:
 def reduce_scatter(
     shard: Tensor, whole: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Both, one after the other."""
+    """Scatters and adds up, and returns when the shard is there."""
     received = torch.empty_like(whole)
     scatter(received, whole, group).wait()
     add_up(shard, received, op)
+
+
+class ReduceScatter:
+    """`reduce_scatter` with the methods of torch's ``ReduceScatter``, for ``set_custom_reduce_scatter()``."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocates the input or the output."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """Reduces the input, and returns when the output is there."""
+        reduce_scatter(output_tensor, input_tensor, op=op, group=group)

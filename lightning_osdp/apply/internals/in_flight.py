@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_osdp.apply.internals import access
 from lightning_osdp.engine import REDUCTIONS_IN_FLIGHT
-from lightning_osdp.reduce_scatter import add_up, can_add_up, is_by_gloo, reduce_scatter, scatter
+from lightning_osdp.reduce_scatter import ReduceScatter, add_up, can_add_up, is_by_gloo, scatter
 
 
 class ReduceScatters:
@@ -41,31 +41,31 @@ class ReduceScatters:
         self._in_flight: deque[_Begun] = deque()
         self._latest: _Begun | None = None  # in the unit whose gradients torch is about to set
         for group in groups:
-            if group.device.type == "cpu" and is_by_gloo(group.mesh_info.shard_process_group):
-                group.modules[0].set_custom_reduce_scatter(_ReduceScatter(self, group))
+            if is_by_gloo(group.mesh_info.shard_process_group, group.device):
+                group.modules[0].set_custom_reduce_scatter(_UnitReduceScatter(self, group))
                 group.post_backward = partial(self._post_backward, group, group.post_backward)
         for state in access.state_of(root)._state_ctx.all_states:
             state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
 
     def make_room(self) -> None:
-        """Waits until one more may begin."""
+        """Ends the oldest reduce-scatters until one more may be in flight."""
         while len(self._in_flight) >= self._most:
             self._in_flight.popleft().end()
 
     def finish(self) -> None:
-        """Waits for all: shards have their gradients then."""
+        """Ends all reduce-scatters: shards have their gradients then."""
         while self._in_flight:
             self._in_flight.popleft().end()
 
     def forget(self) -> None:
-        """Waits for what a step that is given up has begun, and drops it."""
+        """Waits for the reduce-scatters of a step that is given up, and drops their outputs."""
         begun = [*self._in_flight]
         self._in_flight.clear()
         for each in begun:
             each.work.wait()
 
     def begin(self, begun: _Begun) -> None:
-        """One is in flight."""
+        """Counts a reduce-scatter as in flight."""
         self._latest = begun
         self._in_flight.append(begun)
 
@@ -84,25 +84,25 @@ class ReduceScatters:
         self.finish()
 
 
-class _ReduceScatter:
-    """Reduce-scatters of one unit, with the methods of torch's ``ReduceScatter``."""
+class _UnitReduceScatter(ReduceScatter):
+    """Begins reduce-scatters of one unit, and leaves them in flight where nobody takes up its gradients at once."""
 
-    def __init__(self, others: ReduceScatters, group: Any) -> None:
-        self._others, self._group = others, group
+    def __init__(self, all_units: ReduceScatters, group: Any) -> None:
+        self._all_units, self._group = all_units, group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of its input, and then of its output."""
-        self._others.make_room()
-        return torch.empty(size, dtype=dtype, device=device)
+        """Allocates the input, and then the output, once one more may be in flight."""
+        self._all_units.make_room()
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        """Begins, or does it all."""
+        """Begins the reduce-scatter; where gradients are taken up at once, waits for it."""
         if not can_add_up(op):
             dist.reduce_scatter_single(output=output_tensor, input=input_tensor, group=group, op=op)
         elif _is_taken_up(self._group):
-            reduce_scatter(output_tensor, input_tensor, op=op, group=group)
+            super().__call__(output_tensor, input_tensor, group, op)
         else:
-            self._others.begin(_Begun(self._group, output_tensor, input_tensor, group, op))
+            self._all_units.begin(_Begun(self._group, output_tensor, input_tensor, group, op))
 
 
 def _is_taken_up(group: Any) -> bool:
@@ -115,7 +115,7 @@ def _is_taken_up(group: Any) -> bool:
 
 
 class _Begun:
-    """A reduce-scatter that has begun."""
+    """A reduce-scatter in flight, with the gradients that it will fill."""
 
     def __init__(self, group: Any, output: Tensor, whole: Tensor, process_group: dist.ProcessGroup, op: Any) -> None:
         self._output, self._whole, self._op = output, whole, op
@@ -136,7 +136,7 @@ class _Begun:
             parameter.grad = None  # else torch adds to it what is not there yet
 
     def put_aside(self) -> None:
-        """Takes the gradients that torch has just set, and leaves those of before."""
+        """Takes the gradients that torch has just set, and puts back those of earlier micro-batches."""
         for parameter, before in self._before:
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
@@ -146,7 +146,7 @@ class _Begun:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Waits for it, and gives shards their gradients, or more of them."""
+        """Waits for the reduce-scatter, and sets the shards' gradients or adds to them."""
         try:
             self.work.wait()
         except RuntimeError as error:

@@ -130,15 +130,10 @@ def _all_gather(whole: torch.Tensor, shard: torch.Tensor, group: _Group = None) 
 
 def _reduce_scatter(whole: torch.Tensor, shard: torch.Tensor, group: _Group = None) -> None:
     """On gloo its communication alone: to add up is computing, and a part of a unit's overhead."""
-    if _is_by_gloo(whole, group):
+    if is_by_gloo(group, whole.device):
         scatter(torch.empty_like(whole), whole, group).wait()
     else:
         dist.reduce_scatter_single(shard, whole, group=group)
-
-
-def _is_by_gloo(tensor: torch.Tensor, group: _Group = None) -> bool:
-    group = group or dist.group.WORLD
-    return tensor.device.type == "cpu" and group is not None and is_by_gloo(group)
 
 
 def _all_reduce(whole: torch.Tensor, _: torch.Tensor, group: _Group = None) -> None:
@@ -285,7 +280,7 @@ def _begin_all_gather(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
 
 
 def _begin_reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
-    if _is_by_gloo(whole):
+    if is_by_gloo(None, whole.device):
         return scatter(torch.empty_like(whole), whole)
     work: dist.Work = dist.reduce_scatter_single(shard, whole, async_op=True)
     return work

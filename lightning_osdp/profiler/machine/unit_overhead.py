@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
-from lightning_osdp.reduce_scatter import is_by_gloo, reduce_scatter
+from lightning_osdp.reduce_scatter import ReduceScatter, is_by_gloo
 
 _SMALL, _MEDIUM, _LARGE = 64, 512, 1024
 """Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""
@@ -151,24 +151,12 @@ def _sharded(units: list[nn.Module], device: torch.device, *, keeps: bool) -> nn
         fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps)
     chain = nn.Sequential(*units)
     fully_shard(chain, mesh=mesh)
-    if device.type == "cpu" and is_by_gloo(mesh.get_group()):
-        scatter: Any = _ReduceScatter()
+    if is_by_gloo(mesh.get_group(), device):
+        scatter: Any = ReduceScatter()
         for unit in units:
             fsdp: Any = unit
             fsdp.set_custom_reduce_scatter(scatter)
     return chain
-
-
-class _ReduceScatter:
-    """Reduce-scatter of `lightning_osdp.reduce_scatter`, with the methods of torch's ``ReduceScatter``."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of its input or output."""
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        """Returns when it is done."""
-        reduce_scatter(output_tensor, input_tensor, op=op, group=group)
 
 
 @torch.no_grad()
