@@ -328,6 +328,15 @@ class ShardedModel:
     def _set_prefetch(self) -> None:
         set_prefetch(self.units, DEFAULT if self.plan is None else engine_of(self.plan))
 
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Names of blocks that recompute everything on this rank though the plan has them keep results.
+
+        A result that a block of their class has kept was not what running its operation again returned.
+        """
+        levels = [block.name for block in (() if self.plan is None else self.plan.blocks) if block.kept]
+        return tuple(name for name in levels if type(self.module.get_submodule(name)) in self._forwards.refused)
+
     def place_in_step(self) -> str:
         """Place in a step where this rank is, such as ``forward of 'layers.2'``; empty outside of one. For errors."""
         phases = {unit.name: backward.phase_of(unit.handle) for unit in self.units}

@@ -80,6 +80,11 @@ def _reduce_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
     return value == "every" or (may_wait and (value != "node" or treatment["home"] == "node"))
 
 
+LEVELS = ("selective_1", "selective_2", "selective_3", "selective_4")
+"""Values of ``saves`` with which a block keeps some results of heavy operations and makes the rest again; each keeps
+more bytes than the one before. Which results these are is profiled for each kind of block."""
+
+
 def _saves_applies(value: str, _: Treatment, subject: Subject) -> bool:
     return value == "keep" or subject.profiled is None or value in subject.profiled
 
@@ -105,11 +110,12 @@ AXES: Mapping[str, Axis] = {
         # them; or the last one, until which gradients are whole, and a unit that is kept stays unsharded.
         Axis(name="reduce", on="unit", values=("every", "node", "last"), default="every", applies=_reduce_applies),
         # Fate of the tensors that a block saves for backward: dropped, with the block's inputs on the host, and
-        # made again by running its forward in backward; moved to host memory and back; dropped and made again; kept.
+        # made again by running its forward in backward; moved to host memory and back; dropped and made again, all of
+        # them or all but some results; kept.
         Axis(
             name="saves",
             on="block",
-            values=("recompute_offload", "offload", "recompute", "keep"),
+            values=("recompute_offload", "offload", "recompute", *LEVELS, "keep"),
             default="keep",
             applies=_saves_applies,
         ),
@@ -261,7 +267,7 @@ SYNC_CHOICES = ("every", "last", "node")
 """Values of ``reduce``, in the order in which they are offered."""
 
 ACTIVATION_CHOICES = ("keep", "recompute", "offload", "recompute_offload")
-"""Values of ``saves``, in the order in which they are offered."""
+"""Values of ``saves`` that treat all that a block saves alike, in the order in which they are offered."""
 
 KEEP = AXES["saves"].default
 """Value of ``saves`` with which a block does nothing of its own."""

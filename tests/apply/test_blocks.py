@@ -415,3 +415,107 @@ def test_a_compiled_block_does_as_chosen(activations):
         found = torch.autograd.grad(loss, [*net.parameters()])
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert counts[0] == counts[2] < counts[1]
+
+
+# ---- levels: blocks that recompute but for results of some operations
+
+
+def at_level(*names, kept=(0, 1)):
+    return [Block(name=name, treatment=Treatment(saves="selective_1"), kept=kept) for name in names]
+
+
+def test_blocks_at_a_level_are_those_that_keep_everything_bit_for_bit():
+    net = Net()
+    apply(net, at_level("parts.0", "parts.1", "parts.2", kept=(0,)))
+    found, expected = steps(net, 4), steps(Net(), 4)
+    for ours, theirs in zip(found[0], expected[0], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
+
+
+def test_a_block_holds_its_input_and_the_results_of_its_level():
+    net = nn.Sequential(nn.Linear(32, 32), Attention())
+    forwards, batch = BlockForwards(net, CPU), torch.ones(8, 64, 32)
+    for kept, num_bytes in (
+        ((0,), QKV),
+        ((1,), SCORES),
+        ((0, 2), QKV + X),
+        ((), 0),
+        ((0, 1, 2, 3), QKV + SCORES + 2 * X),
+    ):
+        forwards.choose(at_level("1", kept=kept), units=())
+        for _ in range(2):
+            with LiveBytes("cpu") as live:
+                live.track([batch, *net.parameters(), *net.buffers()])
+                before = live.current_bytes
+                out = net(batch)
+                assert live.current_bytes - before - X == X + num_bytes
+                out.sum().backward()
+
+
+class Hidden(nn.Module):
+    """Writes to what its layer returns past torch's version counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(hidden.detach())).add_(1.0)
+        return self.out(hidden.sin())
+
+
+def test_blocks_of_a_class_that_writes_unseen_recompute_everything_which_is_said_once(caplog):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), Hidden(), Hidden(), Average())
+    plain = copy.deepcopy(net)
+    forwards = BlockForwards(net, CPU)
+    forwards.choose(at_level("1", "2", "3", kept=(0,)), units=())
+    for _ in range(3):
+        x = torch.randn(5, 8)
+        for each in (net, plain):
+            each.zero_grad()
+            each(x).pow(2).sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert said[0] == (
+        "OSDP: blocks of class Hidden recompute everything: a result that one keeps for backward is not what running"
+        " its operation again returns. Something writes to it past torch's version counters, as through `.data`, or the"
+        " operation is not deterministic."
+    )
+    assert forwards.refused == {Hidden}
+    assert [net[index].forward.kept is None for index in (1, 2, 3)] == [True, True, False]
+    forwards.choose(at_level("1", "3", kept=(0,)), units=())
+    assert [net[index].forward.kept is None for index in (1, 3)] == [True, False]
+
+
+def test_copies_of_blocks_at_a_level_are_the_copys():
+    net = Net()
+    apply(net, at_level("parts.0", kept=(0,)))
+    steps(net)
+    twin = copy.deepcopy(net)
+    assert twin.parts[0].forward.block is twin.parts[0]
+    assert twin.parts[0].forward.kept is not net.parts[0].forward.kept
+    found, expected = steps(twin), steps(net)
+    assert all(
+        torch.equal(one, other)
+        for ours, theirs in zip(found[0], expected[0], strict=True)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+# dynamo of torch 2.14 looks at the gradients of whatever a frame gets
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_block_at_a_level():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)), nn.Linear(8, 1))
+    forwards, x = BlockForwards(net, CPU), torch.randn(5, 8)
+    net[1].compile(backend="eager")
+    expected = torch.autograd.grad(net(x).sum(), [*net.parameters()])
+    for blocks in (at_level("1", kept=(0,)), [], at_level("1", kept=(0, 1))):
+        forwards.choose(blocks, units=())
+        for _ in range(3):
+            found = torch.autograd.grad(net(x).sum(), [*net.parameters()])
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -7,11 +7,13 @@ gathered once for recomputing and for its backward.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -24,6 +26,9 @@ from lightning_osdp.apply.buffers import version_of
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
+from lightning_osdp.recomputation import KeptResults
+
+_log = logging.getLogger(__name__)
 
 Place = tuple[nn.Module, str]
 """Owner of a buffer, and the name of the buffer there."""
@@ -37,11 +42,14 @@ class BlockForwards:
     Evaluation is not changed: without gradients a block runs its own forward. A forward that has replaced one stays
     there, also while the block keeps all it saves: somebody may have wrapped it.
 
-    ``memory`` is the host memory of all blocks.
+    Attributes:
+        memory: host memory of all blocks.
+        refused: classes of blocks whose results cannot be kept: all of their blocks recompute everything.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self.memory = module, HostMemory(device)
+        self.refused: set[type[nn.Module]] = set()
         self._replaced: dict[nn.Module, BlockForward] = {}
 
     def choose(self, blocks: Sequence[Block], *, units: Collection[str]) -> None:
@@ -56,7 +64,29 @@ class BlockForwards:
                 is_unit = block.name in units and not any(unit.startswith(f"{block.name}.") for unit in units)
                 self._replaced[module] = module.forward = BlockForward(module, self.memory, is_unit=is_unit)
         for module, forward in self._replaced.items():
-            forward.choose(chosen[module].treatment["saves"] if module in chosen else "keep")
+            if module not in chosen:
+                forward.choose("keep")
+            elif type(module) in self.refused or not chosen[module].kept:
+                forward.choose(chosen[module].activations)
+            else:
+                kept = KeptResults(chosen[module].kept, functools.partial(self._refuse, type(module)))
+                forward.choose(chosen[module].activations, kept)
+
+    def _refuse(self, kind: type[nn.Module]) -> None:
+        """Has all blocks of a class recompute everything from now on."""
+        for module, forward in self._replaced.items():
+            if type(module) is kind:
+                forward.refuse()
+        if kind not in self.refused:
+            self.refused.add(kind)
+            is_first = not dist.is_initialized() or dist.get_rank() == 0
+            _log.log(
+                logging.WARNING if is_first else logging.INFO,
+                "OSDP: blocks of class %s recompute everything: a result that one keeps for backward is not what"
+                " running its operation again returns. Something writes to it past torch's version counters, as through"
+                " `.data`, or the operation is not deterministic.",
+                kind.__name__,
+            )
 
 
 class BlockForward:
@@ -67,18 +97,26 @@ class BlockForward:
 
     def __init__(self, block: nn.Module, memory: HostMemory, *, is_unit: bool) -> None:
         self.block, self.memory, self.activations = block, memory, "keep"
+        self.kept: KeptResults | None = None
         self._run: Callable[..., Any] = block.forward
         self._buffers = Buffers(block)
         self._is_unit = is_unit
         self._reentrant: Reentrant | None = None
         functools.update_wrapper(self, self._run, updated=())
 
-    def choose(self, activations: str) -> None:
-        """Sets what the next forward does with the tensors that the block saves."""
+    def choose(self, activations: str, kept: KeptResults | None = None) -> None:
+        """Sets what the next forward does with the tensors that the block saves, and which results it keeps."""
+        self.kept = kept
         if activations != self.activations:
             takes_reentrant = self._is_unit and activations == "recompute_offload"
             self._reentrant = Reentrant(self.block, self._run, self._buffers) if takes_reentrant else None
             self.activations = activations
+
+    def refuse(self) -> None:
+        """Keeps no results any more, and hands none back."""
+        if self.kept is not None:
+            self.kept.is_refused = True
+            self.kept = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block; returns its outputs."""
@@ -97,7 +135,10 @@ class BlockForward:
 
     def _non_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values: dict[Place, Tensor] = {}
-        reentrant = self._reentrant
+        reentrant, kept = self._reentrant, self.kept
+        keeping, again = (
+            (nullcontext(), nullcontext()) if kept is None else kept.contexts(is_training=self.block.training)
+        )
         num_args, names = len(args), tuple(kwargs)  # the function that runs again must not hold the inputs
 
         def run(*given: Any) -> Any:
@@ -109,17 +150,27 @@ class BlockForward:
             *args,
             *kwargs.values(),
             use_reentrant=False,
-            context_fn=lambda: (self._buffers.updated(values), _Anew(lambda: self._again(values, reentrant))),
+            context_fn=lambda: (
+                self._first(values, keeping),
+                _Anew(lambda: self._again(values, reentrant, again)),
+            ),
         )
         if reentrant is not None:
             reentrant.learn_from(outputs)
         return outputs
 
     @contextmanager
-    def _again(self, values: dict[Place, Tensor], reentrant: Reentrant | None) -> Iterator[None]:
+    def _first(self, values: dict[Place, Tensor], keeping: AbstractContextManager[object]) -> Iterator[None]:
+        with self._buffers.updated(values), keeping:
+            yield
+
+    @contextmanager
+    def _again(
+        self, values: dict[Place, Tensor], reentrant: Reentrant | None, handing_back: AbstractContextManager[object]
+    ) -> Iterator[None]:
         if reentrant is not None:
             reentrant.is_learning = False
-        with self._buffers.as_they_were(values):
+        with self._buffers.as_they_were(values), handing_back:
             yield
 
 

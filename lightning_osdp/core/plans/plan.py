@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_osdp.core.axes import ANYTHING, AXES, NAMED_MODES, Treatment, named
+from lightning_osdp.core.axes import ANYTHING, AXES, LEVELS, NAMED_MODES, Treatment, named
 from lightning_osdp.core.plans.document import as_json, read_value, shown, write_whole
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.slices import slice_names
@@ -126,6 +126,8 @@ class Block:
     """Qualified name of the module; none is inside another."""
     treatment: Treatment
     """Treatment of the tensors that the module saves for backward."""
+    kept: tuple[int, ...] = ()
+    """Results that a block at one of ``core.axes.LEVELS`` keeps, see ``core.profile.Level.kept``."""
     frees_bytes: int = 0
     """Bytes of a micro-batch that do not stay on the device from its forward to its backward."""
     costs_s: float = 0.0
@@ -133,7 +135,7 @@ class Block:
 
     @property
     def activations(self) -> str:
-        """Choice of the block: one of ``core.axes.ACTIVATION_CHOICES``, not ``keep``."""
+        """Value of the axis ``saves``, not ``keep``."""
         return self.treatment["saves"]
 
 
@@ -459,6 +461,11 @@ def _check_blocks(blocks: tuple[Block, ...], source: str) -> None:
         _check_treatment(block.treatment, "block", where)
         if not block.treatment:
             raise PlanFormatError(f"Expected {where} to do something else than to keep what it saves. Leave it out.")
+        if bool(block.kept) != (block.activations in LEVELS) or [*block.kept] != sorted({*block.kept}):
+            raise PlanFormatError(
+                f"Expected {where} to name results in ascending order in 'kept' if it is at one of {LEVELS}, and none"
+                f" else, got {block.activations!r} with {[*block.kept]}."
+            )
         parts = block.name.split(".")
         around = {".".join(parts[:length]) for length in range(1, len(parts))}
         if not block.name or around & names:

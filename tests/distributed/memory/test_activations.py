@@ -36,8 +36,11 @@ STEPS = 2
 POLICIES = {choice: [choice] * 3 for choice in ACTIVATION_CHOICES} | {
     "mixed": ["recompute", "keep", "recompute_offload"],
     "mixed, offload first": ["offload", "recompute_offload", "recompute"],
+    "selective": ["selective_1", "selective_2", "selective_1"],
 }
 """Treatments of what the three blocks save, by policy."""
+KEPT = {"selective_1": (0,), "selective_2": (0, 1)}
+"""Results that blocks keep at a level."""
 
 
 def all_choices(activations, workloads):
@@ -61,7 +64,7 @@ def plan_with(module, activations, *, units, modes, num_micro_batches, sync):
     plan = plan_of(module, chosen, world_size=world_size, micro_batch_size=4, num_micro_batches=num_micro_batches)
     synced = tuple(unit.treated(reduce=sync if unit.name else "every") for unit in plan.units)
     blocks = [
-        Block(name=name, treatment=Treatment(saves=choice))
+        Block(name=name, treatment=Treatment(saves=choice), kept=KEPT.get(choice, ()))
         for name, choice in zip(BLOCKS, POLICIES[activations], strict=True)
     ]
     blocks = tuple(block for block in blocks if block.activations != "keep")

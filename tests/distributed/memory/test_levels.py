@@ -1,0 +1,149 @@
+"""Blocks that keep results of some operations where they recompute, under fully_shard: bit for bit as all that keep."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.testbed.plans import plan_of
+from lightning_osdp.apply import ShardedModel
+from lightning_osdp.apply.internals import gathering
+from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.recomputation import is_heavy
+from tests.distributed.memory import test_activations as activations
+from tests.distributed.support.fits import largest_difference
+from tests.distributed.support.models import GPT
+from tests.distributed.support.parts import CPU
+from tests.profiler.wrapped import whole
+from tests.tiers import slow
+
+pytestmark = pytest.mark.distributed
+
+PLANS = [
+    {"units": units, "modes": modes, "num_micro_batches": number, "sync": sync}
+    for units, modes, number, sync in (
+        ("root only", "ZDP", 1, "every"),
+        ("block", "ZDP", 2, "last"),
+        ("both", "mixed", 2, "every"),
+        ("operators", "slices", 2, "last"),
+    )
+]
+
+
+def differences_from_keeping():
+    """Largest difference, by plan, between blocks at levels and blocks that keep what they save, on the same ranks."""
+    found = {}
+    for choices in PLANS:
+        kept, ours = (
+            activations.trained(policy, kind=activations.DroppingParts, **choices) for policy in ("keep", "selective")
+        )
+        found["-".join(map(str, choices.values()))] = largest_difference(
+            dict(sorted(ours.items())), dict(sorted(kept.items()))
+        )
+    return found
+
+
+class Experts(nn.Module):
+    """Mixture of experts, of which each token has one: ranks run other operations, and other numbers of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+
+    def forward(self, x):
+        weight, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (places,) = torch.where(chosen == number)
+            if len(places):
+                out = out.index_add(0, places, expert(x[places]) * weight[places, None])
+        return x + out
+
+
+class Counted(TorchDispatchMode):
+    """Heavy operations of forwards, and all-gathers."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.products += func is torch.ops.aten.addmm.default and is_heavy(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def experts(kept, precision=None):
+    """Gradients of three steps of two such blocks in each unit, and products in backward of the last one."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), Experts(), Experts(), nn.Linear(8, 1))
+    plan = plan_of(module, dict.fromkeys("0123", "ZDP"), world_size=dist.get_world_size(), micro_batch_size=3)
+    saves = Treatment(saves="selective_1" if kept else "keep")
+    blocks = tuple(Block(name=name, treatment=saves, kept=kept) for name in "12" if kept)
+    ShardedModel.planned(module, dataclasses.replace(plan, blocks=blocks), device=CPU)
+    found = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss = module(torch.randn(3 + step, 8, generator=generator)).square().sum()
+        with Counted() as counted:
+            loss.backward()
+        found.append({name: gradient.clone() for name, gradient in whole(module)[1].items()})
+        module.zero_grad()
+    return found, counted.products
+
+
+def experts_at_levels():
+    """Largest difference from keeping, and products of the last backward, by level."""
+    kept, _ = experts(())
+    found = {}
+    for positions in ((0,), (0, 1, 2), tuple(range(9))):
+        ours, products = experts(positions)
+        found[positions] = max(map(largest_difference, ours, kept)), products
+    return found
+
+
+def all_gathers(saves, kept=()):
+    """Number of all-gathers of three steps of `GPT` whose blocks do so."""
+    module = GPT("sgd")
+    names = [f"blocks.{number}" for number in range(2)]
+    plan = plan_of(module, dict.fromkeys(names, "ZDP"), world_size=dist.get_world_size(), micro_batch_size=4)
+    blocks = tuple(Block(name=name, treatment=Treatment(saves=saves), kept=kept) for name in names)
+    module.forward = module.loss
+    sharded = ShardedModel.planned(module, dataclasses.replace(plan, blocks=blocks), device=CPU)
+    events = []
+    for group in sharded._groups:
+        gathering.on_collectives(group, events.append)
+    batches = activations.batches_of(module, dist.get_rank(), 3)
+    for batch in batches:
+        module(batch).backward()
+        module.zero_grad()
+    return events
+
+
+def events_of_levels():
+    return all_gathers("recompute"), all_gathers("selective_1", (0, 1)), all_gathers("selective_2", (0, 1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("world_size", [2, slow(4)])
+def test_blocks_at_levels_train_bit_for_bit_as_blocks_that_keep_everything(ranks, world_size):
+    for found in ranks(world_size).run(differences_from_keeping):
+        assert len(found) == len(PLANS)
+        assert set(found.values()) == {0.0}, found
+
+
+def test_experts_at_levels(ranks):
+    for found in ranks(2).run(experts_at_levels):
+        assert {difference for difference, _ in found.values()} == {0.0}
+        products = [number for _, number in found.values()]
+        assert products == sorted(products, reverse=True)
+        assert products[0] > products[-1] == 0
+
+
+def test_levels_gather_as_blocks_that_recompute_everything(ranks):
+    for recomputing, *levels in ranks(2).run(events_of_levels):
+        assert len(recomputing) > 0
+        assert levels == [recomputing] * 2
