@@ -13,7 +13,11 @@ from lightning.pytorch.demos import Transformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from benchmarks.families.shapes import Adapted
+
 aten = torch.ops.aten
+
+_ADAPTED = ("wq", "wv", "wo", "w1", "w2", "w3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,12 @@ class Sizes:
     vocabulary: int
     kv_heads: int | None = None
     """Heads of keys and values; None: as many as `heads`."""
+    lora_rank: int | None = None
+    """Rank of the adapters that alone are trained, of all Linears in blocks but ``wk``; None: all is trained."""
+    num_chunks: int = 1
+    """Parts of a sequence that the loss takes one after the other."""
+    is_bfloat16: bool = False
+    """True if parameters are in bfloat16, and not in float32."""
 
 
 class LanguageModel(nn.Module):
@@ -50,7 +60,12 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
         if not is_llama:
             self.head.weight = self.embedding.weight
-        self._by_operation = by_operation
+        self._by_operation, self._num_chunks = by_operation, sizes.num_chunks
+        if sizes.lora_rank is not None:
+            self.requires_grad_(False)
+            for layer in self.layers:
+                for name in _ADAPTED:
+                    setattr(layer, name, Adapted(getattr(layer, name), sizes.lora_rank))
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """The mean loss, in float32."""
@@ -61,8 +76,12 @@ class LanguageModel(nn.Module):
                 hidden = checkpoint(layer, hidden, use_reentrant=False, context_fn=_selective)
             else:
                 hidden = layer(hidden)
-        logits = self.head(self.norm(hidden))
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+        hidden = self.norm(hidden)
+        sums = [
+            F.cross_entropy(self.head(some).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+            for some, targets in zip(hidden.chunk(self._num_chunks, 1), labels.chunk(self._num_chunks, 1), strict=True)
+        ]
+        return torch.stack(sums).sum() / labels.numel()
 
 
 class DemoModel(nn.Module):

@@ -154,15 +154,16 @@ def _modes(case: Case, setting: Setting) -> tuple[Treatment, ...]:
 
 @cache
 def _profile(model: str, sequence: int, spec: str, *, by_operation: bool) -> ModelProfile:
-    """Profile of two samples; parameters are gathered in bfloat16, but of the demo; gradients reduced in float32."""
+    """Profile of two samples, in mixed precision with gradients reduced in float32, but of the demo and in bfloat16."""
     sizes = Sizes(**_document()["models"][model])
     with torch.device("meta"):
         module = made(sizes, sequence=sequence, by_operation=by_operation)
     tokens = torch.zeros(2, sequence, dtype=torch.long)
+    is_mixed = sizes.kind != "demo" and not sizes.is_bfloat16
     step = TrainingStep(
-        module,
-        lambda module: [AdamW(module.parameters())],
-        ComputePrecision() if sizes.kind == "demo" else ComputePrecision(torch.bfloat16, reduce_dtype=torch.float32),
+        module.bfloat16() if sizes.is_bfloat16 else module,
+        lambda module: [AdamW(each for each in module.parameters() if each.requires_grad)],
+        ComputePrecision(torch.bfloat16, reduce_dtype=torch.float32) if is_mixed else ComputePrecision(),
     )
     activations = ("keep",) if by_operation else ("keep", "recompute")
     return profile_model(
