@@ -185,7 +185,7 @@ class BlockProfile:
     segments: Mapping[str, tuple[Segment, ...]]
     """The block's segments if this block alone makes a choice, by choice of `ACTIVATION_CHOICES` without ``keep``."""
     rerun_s: Affine = ZERO
-    """Seconds of the block's forward."""
+    """Seconds of the part of the block's forward that runs again where the block recomputes."""
     reruns_early: bool = False
     """Value of `Rerun.is_early` where the block runs again."""
     copied_bytes: Mapping[str, Affine] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 Bytes of a block's segments in such a choice are measured. In forward the segments save the block's inputs or nothing;
 in backward the tensors that they would have saved live again, as workspace. Seconds are not measured: recomputing a
-block takes the seconds of its forward once more, before its backward begins.
+block takes the seconds of its forward once more as far as it runs again, before its backward begins.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -17,9 +17,9 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
-from lightning_osdp.errors import ProfileError, RanksApartError
+from lightning_osdp.errors import ProfileError, RanksApartError, UntraceableError
 from lightning_osdp.profiler.machine.memory import is_out_of_memory, raise_if_fatal
-from lightning_osdp.profiler.operation_time import estimate_step, replayed_s, roofline_s
+from lightning_osdp.profiler.operation_time import Operation, estimate_step, replayed_s, roofline_s
 from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.profile_parts import (
@@ -31,6 +31,7 @@ from lightning_osdp.profiler.profile_parts import (
     profile_segments,
     traced_choices,
 )
+from lightning_osdp.profiler.rerun_time import block_operations
 from lightning_osdp.profiler.step.run_step import StepRunner, as_eager, loss_in, note_on_compiled
 from lightning_osdp.profiler.step.snapshot import iterators_in, tensors_in, untouched
 from lightning_osdp.profiler.step_time import Seconds, Together, alone, time_step
@@ -116,7 +117,10 @@ def profile_model(
     progress("tracing the model", "")
     with precision.applied(module), as_eager(module):
         trace = trace_step(step, traced_choices(activations))
-        seconds = _seconds(step, trace, rates, together, progress)
+        seconds_of = cache(partial(replayed_s, device=device) if rates is None else partial(roofline_s, rates=rates))
+        is_run = not step.is_meta and rates is None
+        seconds = _seconds(step, trace, seconds_of, together, progress, is_run=is_run)
+        again = _shares_again(step, trace, seconds, seconds_of)
     progress("profiling the optimizer", "")
     with untouched(module):
         optimizer, optimized = profile_optimizers(
@@ -134,7 +138,7 @@ def profile_model(
             for name, spans in trace.calls.spans.items()
             if name in may_be_units
         },
-        blocks=profile_blocks(trace, segments, crossings, activations),
+        blocks=profile_blocks(trace, segments, crossings, activations, again),
         crossings=crossings,
         rerun=profile_reruns(trace, may_be_units),
         fingerprint=fingerprint(module),
@@ -158,17 +162,21 @@ def note_on_device(device: torch.device) -> str | None:
 
 
 def _seconds(
-    step: StepRunner, trace: Trace, rates: DeviceRates | None, together: Together, progress: Progress
+    step: StepRunner,
+    trace: Trace,
+    seconds_of: Callable[[Operation], float],
+    together: Together,
+    progress: Progress,
+    *,
+    is_run: bool,
 ) -> dict[int, Seconds]:
     """Seconds at the traced micro-batch sizes; only at the first where the model runs at no other size.
 
-    The whole step is timed where it can run, otherwise its operations are timed one by one. Ranks run the step together
-    unless only some ranks have a model with values.
+    The whole step is timed where it ``is_run``, otherwise its operations are timed one by one. Ranks run the step
+    together unless only some ranks have a model with values.
     """
-    is_run = not step.is_meta and rates is None
     if not all(together(lambda: is_run, stage="timing")):
         together = alone
-    seconds_of = cache(partial(replayed_s, device=step.device) if rates is None else partial(roofline_s, rates=rates))
 
     def timed(size: int, stage: str) -> Seconds | None:
         """Seconds of the whole step; None on every rank where the step does not fit on a device unsharded."""
@@ -200,6 +208,27 @@ def _seconds(
                 raise
             _log.warning("OSDP: the model does not run on %d samples (%s): time is taken as proportional.", size, error)
     return by_size
+
+
+def _shares_again(
+    step: StepRunner, trace: Trace, sizes: Iterable[int], seconds_of: Callable[[Operation], float]
+) -> dict[int, dict[str, tuple[float, ...]]]:
+    """Fractions of forward that each block runs again where it recomputes, by its segments, for each number of samples.
+
+    Empty where no block recomputes, and where operations cannot be timed one by one: all of forward is then taken.
+    """
+    if "recompute" not in trace.saving_less:
+        return {}
+    try:
+        return {
+            size: {name: each.shares_again(seconds_of) for name, each in block_operations(step, trace, size).items()}
+            for size in sizes
+        }
+    except Exception as error:
+        if not (isinstance(error, UntraceableError) or is_out_of_memory(error)):
+            raise
+        _log.info("OSDP: blocks are taken to run all of their forward again, for operations cannot be timed: %s", error)
+        return {}
 
 
 def _first_dimension(batch: Any) -> int:

@@ -167,8 +167,12 @@ class OperationRecorder(TorchDispatchMode):
                 results=tuple(Operand.describe(tensor) for tensor in made),
                 flops=0 if formula is None else int(formula(*args, **kwargs, out_val=result)),
             )
-            self.operations.setdefault(self._segment(), Counter())[operation] += 1
+            self.note(self._segment(), operation)
         return result
+
+    def note(self, segment: int, operation: Operation) -> None:
+        """Counts one call."""
+        self.operations.setdefault(segment, Counter())[operation] += 1
 
 
 def _new_tensors(result: Any, inputs: Any) -> list[Tensor]:

@@ -188,9 +188,17 @@ def traced_choices(choices: Sequence[str]) -> tuple[str, ...]:
 
 
 def profile_blocks(
-    trace: Trace, segments: Sequence[Segment], crossings: Sequence[Crossing], choices: Sequence[str]
+    trace: Trace,
+    segments: Sequence[Segment],
+    crossings: Sequence[Crossing],
+    choices: Sequence[str],
+    again: Mapping[int, Mapping[str, Sequence[float]]],
 ) -> tuple[BlockProfile, ...]:
-    """Blocks of a trace; ``segments`` are those of the model in which all blocks keep what they save."""
+    """Blocks of a trace; ``segments`` are those of the model in which all blocks keep what they save.
+
+    ``again`` are fractions of forward that run again, by number of samples, block, and segment of the block; empty: all
+    of it does.
+    """
     profiles, before = [], _saved_before(trace)
     for name, (first, last) in trace.blocks.items():
         kept = segments[first : last + 1]
@@ -209,13 +217,25 @@ def profile_blocks(
                     name=name,
                     span=(first, last),
                     segments=ways,
-                    rerun_s=sum((segment.forward_s for segment in kept), ZERO),
+                    rerun_s=_rerun_s(kept, {size: shares[name] for size, shares in again.items()}),
                     reruns_early=any(each is not None and each.is_early for each in reruns),
                     copied_bytes=copied,
                     borrowed_bytes=_borrowed(crossings, (first, last)),
                 )
             )
     return tuple(profiles)
+
+
+def _rerun_s(segments: Sequence[Segment], shares: Mapping[int, Sequence[float]]) -> Affine:
+    """Seconds of a block's second forward, from the fractions of its segments that run again, by number of samples."""
+    if not shares:
+        return sum((segment.forward_s for segment in segments), ZERO)
+    return _affine(
+        {
+            size: sum(segment.forward_s.at(size) * share for segment, share in zip(segments, each, strict=True))
+            for size, each in shares.items()
+        }
+    )
 
 
 def profile_reruns(trace: Trace, may_be_units: Collection[str]) -> dict[str, Rerun]:

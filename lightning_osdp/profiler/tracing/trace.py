@@ -46,6 +46,8 @@ class Trace:
     """`activations` of the step in which all blocks make a choice other than ``keep``, by choice."""
     notes: tuple[str, ...]
     """Notes of the plan for people."""
+    trial: Callable[[int], TrialRun]
+    """Trial run of so many samples, on tensors like those that were followed."""
 
 
 def trace_step(step: StepRunner, choices: Collection[str] = ()) -> Trace:
@@ -92,7 +94,7 @@ def _trace(
         choice: {size: short.unfolded(parts) for size, parts in by_size.items()} for choice, by_size in traced.items()
     }
     blocks = find_blocks(step.module, calls, step.blocks)
-    return Trace(calls, short, unfolded.pop("keep"), blocks, unfolded, tuple(notes))
+    return Trace(calls, short, unfolded.pop("keep"), blocks, unfolded, tuple(notes), trial)
 
 
 def _by_choice(

@@ -112,8 +112,11 @@ def test_a_block_that_recomputes_saves_its_inputs(model):
         saved = [segment.saved_bytes for segment in block.segments["recompute"]]
         assert saved == [Affine(0.0, INPUT_BYTES), Affine(), Affine()]
         first, last = block.span
-        forward_s = sum(segment.forward_s.at(4) for segment in model.segments[first : last + 1])
-        assert block.rerun_s.at(4) == pytest.approx(forward_s)
+        forward_s = [segment.forward_s.at(4) for segment in model.segments[first : last + 1]]
+        if block.name.startswith("attentions."):  # nothing is saved from the last layer on
+            assert block.rerun_s.at(4) == pytest.approx(sum(forward_s[:-1]))
+        else:
+            assert sum(forward_s[:-1]) < block.rerun_s.at(4) < sum(forward_s)
         kept = sum(segment.saved_bytes.at(4) for segment in model.segments[first : last + 1])
         assert freed_bytes(model, block, "recompute").at(4) == pytest.approx(kept - 4 * INPUT_BYTES)
 
