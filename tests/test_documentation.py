@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from torch import nn
 
 import lightning_osdp
 
@@ -66,6 +67,15 @@ def test_the_manual_lists_every_option():
     parameters = inspect.signature(lightning_osdp.OSDPStrategy).parameters.values()
     options = [(p.name, repr(p.default).replace("'", '"')) for p in parameters if p.kind is not p.VAR_KEYWORD]
     assert listed == options
+
+
+MIGRATING = re.findall(r"`(OSDPStrategy\(.*?\))`", (ROOT / "docs/migrating.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("written", sorted({*MIGRATING}))
+def test_what_replaces_another_strategys_settings_is_taken(written):
+    known = {"OSDPStrategy": lightning_osdp.OSDPStrategy, "SearchSpace": lightning_osdp.SearchSpace, "Block": nn.Linear}
+    assert isinstance(eval(written, known), lightning_osdp.OSDPStrategy)
 
 
 @pytest.mark.parametrize("name", sorted(lightning_osdp.__all__))
