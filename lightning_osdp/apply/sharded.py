@@ -521,8 +521,11 @@ def executed(plan: Plan, recomputed: Sequence[str]) -> Plan:
     """Plan as it is run: these modules recompute besides its blocks, and the root is kept whatever it says."""
     units = tuple(unit if unit.name else _kept(unit) for unit in plan.units)
     known = {block.name: block for block in plan.recomputable}
-    blocks = tuple(known.get(block.name, block) for block in with_recomputed(plan.blocks, recomputed))
-    names = [block.name for block in blocks]
+    blocks = tuple(
+        block if block in plan.blocks else known.get(block.name, block)
+        for block in with_recomputed(plan.blocks, recomputed)
+    )
+    names = [block.name for block in blocks if not block.kept]  # the others could still keep less
     left = (block for block in plan.recomputable if block.name not in names and not is_inside(block.name, names))
     left = (block for block in left if not any(is_inside(name, [block.name]) for name in names))
     run = dataclasses.replace(plan, units=units, blocks=blocks, recomputable=tuple(left))

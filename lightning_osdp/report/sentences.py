@@ -229,14 +229,16 @@ def _gain(plan: Plan) -> str:
 
 def tell_blocks(plan: Plan) -> Iterator[str]:
     """``h.{0-11} recomputed in backward: 1.20 GiB fewer at the end of forward, 12.0 ms more a step``."""
-    by_choice: dict[str, list[Block]] = {}
+    by_choice: dict[tuple[str, int], list[Block]] = {}
     for block in plan.blocks:
-        by_choice.setdefault(block.activations, []).append(block)
-    for choice, blocks in by_choice.items():
+        by_choice.setdefault((block.activations, len(block.kept)), []).append(block)
+    for (choice, num_kept), blocks in by_choice.items():
         names = ", ".join(fold_names([block.name for block in blocks]))
         freed, cost_s = sum(block.frees_bytes for block in blocks), sum(block.costs_s for block in blocks)
         numbers = f": {format_bytes(freed)} fewer at the end of forward, {format_seconds(cost_s)} more a step"
-        yield f"{names} {_WAYS[choice]}{numbers if freed or cost_s else ''}"
+        results = f"all but {num_kept} {'result' if num_kept == 1 else 'results'} of heavy operations"
+        way = f"{_WAYS['recompute']}, {results}" if num_kept else _WAYS[choice]
+        yield f"{names} {way}{numbers if freed or cost_s else ''}"
 
 
 def tell_accumulation(plan: Plan, without: Plan) -> str:

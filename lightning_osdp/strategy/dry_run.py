@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.callbacks.peak import planned_tensors, unplanned_tensors
-from lightning_osdp.core.plans.plan import Plan, workload_of
+from lightning_osdp.core.plans.plan import Block, Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import InfeasibleError
@@ -42,7 +42,7 @@ from lightning_osdp.strategy.planning.publish import publish
 from lightning_osdp.strategy.planning.training_step import mute_logging, step_arguments, to_device
 from lightning_osdp.strategy.runtime.all_ranks import in_step, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import place_of_shortage
-from lightning_osdp.strategy.sharding.units import Units
+from lightning_osdp.strategy.sharding.units import ReusableModel, Units
 
 MAX_TRIES = 4
 """Plans that are tried after the first one.
@@ -59,10 +59,15 @@ class DryRun:
     """Place in the step where memory ran out, if it did."""
     error: str = ""
     """Text of the error, which may have another cause than memory."""
+    refused: tuple[str, ...] = ()
+    """Names of blocks that cannot keep the results that the plan has them keep, see `ShardedModel.refused`."""
 
 
 def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
     """Runs a step dry on all ranks, and changes to plans with less memory until the step fits on each rank.
+
+    Blocks that cannot keep results as planned recompute everything on all ranks; so do all such blocks where the step
+    fails for another cause than memory with them alone.
 
     Raises:
         InfeasibleError: no plan is left to try; the text says which rank ran out of memory, where, and what would help.
@@ -73,6 +78,8 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
         plan, began_s = model.sharded.plan, time.perf_counter()
         assert plan is not None
         dry_runs = in_step(partial(run_dry, trainer, model.sharded), stage="dry run")
+        dry_runs = _without_unsound_levels(trainer, model, plan, dry_runs)
+        plan = model.sharded.plan or plan
         _log_result(dry_runs, time.perf_counter() - began_s)
         failed = next(((rank, dry_run) for rank, dry_run in enumerate(dry_runs) if dry_run.place), None)
         if failed is None:
@@ -93,6 +100,55 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
         lower = dataclasses.replace(lower, notes=(*plan.notes, note))
         model.use(lower)
         publish(trainer, lower)
+
+
+def _without_unsound_levels(
+    trainer: pl.Trainer, model: ReusableModel, plan: Plan, dry_runs: Sequence[DryRun]
+) -> Sequence[DryRun]:
+    """Has blocks recompute everything on all ranks that cannot keep results on one; returns the dry runs that hold."""
+    refused = {name for dry_run in dry_runs for name in dry_run.refused}
+    error = next((dry_run.error for dry_run in dry_runs if dry_run.error and not dry_run.place), "")
+    levels = {block.name for block in plan.blocks if block.kept}
+    if refused:
+        why = "results that their forward keeps are not what running it again returns"
+    elif error and levels:
+        model.use(_recomputing(plan, levels))
+        without = in_step(partial(run_dry, trainer, model.sharded), stage="dry run")
+        if any(dry_run.error and not dry_run.place for dry_run in without):
+            model.use(plan)
+            return dry_runs
+        refused, dry_runs, why = levels, without, f"a step with results that they keep fails: {error}"
+    else:
+        return dry_runs
+    kinds = sorted({type(model.sharded.module.get_submodule(name)).__name__ for name in refused})
+    note = f"dry run: blocks of {', '.join(kinds)} recompute everything, for {why}"
+    if not dry_runs[0].refused:  # rank 0 has said so
+        rank_zero_warn(f"OSDP: {note}.")
+    sound = dataclasses.replace(_recomputing(plan, refused), notes=(*plan.notes, note))
+    model.use(sound)
+    publish(trainer, sound)
+    return dry_runs
+
+
+def _recomputing(plan: Plan, names: Collection[str]) -> Plan:
+    """Plan in which these blocks keep no results."""
+    more = {block.name: block for block in plan.recomputable}
+
+    def changed(block: Block) -> Block:
+        left = more.get(block.name, Block(name=block.name, treatment=block.treatment))
+        return dataclasses.replace(
+            block,
+            treatment=block.treatment.but(saves="recompute"),
+            kept=(),
+            frees_bytes=block.frees_bytes + left.frees_bytes,
+            costs_s=block.costs_s + left.costs_s,
+        )
+
+    return dataclasses.replace(
+        plan,
+        blocks=tuple(changed(block) if block.name in names else block for block in plan.blocks),
+        recomputable=tuple(block for block in plan.recomputable if block.name not in names),
+    )
 
 
 def _log_result(dry_runs: Sequence[DryRun], took_s: float) -> None:
@@ -151,6 +207,7 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
         except Exception as error:
             raise_if_fatal(error)
             result = DryRun(error=f"{type(error).__name__}: {error}")
+    result = dataclasses.replace(result, refused=sharded.refused)
     if result.place:
         gc.collect()  # the error's traceback has kept tensors in reference cycles
         # an interrupted step may leave tensors until the next one

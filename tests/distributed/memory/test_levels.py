@@ -1,21 +1,24 @@
 """Blocks that keep results of some operations where they recompute, under fully_shard: bit for bit as all that keep."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.testbed.plans import plan_of
+from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.internals import gathering
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.recomputation import is_heavy
 from tests.distributed.memory import test_activations as activations
-from tests.distributed.support.fits import largest_difference
+from tests.distributed.support.fits import largest_difference, plan_for
 from tests.distributed.support.models import GPT
 from tests.distributed.support.parts import CPU
 from tests.profiler.wrapped import whole
@@ -128,6 +131,61 @@ def events_of_levels():
     return all_gathers("recompute"), all_gathers("selective_1", (0, 1)), all_gathers("selective_2", (0, 1, 2, 3, 4))
 
 
+class HidingGPT(GPT):
+    """Block 0 of rank 1 writes to what its first layer returns past torch's version counter."""
+
+    def __init__(self, optimizer="sgd"):
+        super().__init__(optimizer)
+        self.blocks[0].qkv = Hiding(24, 72)
+        self.blocks[0].__class__ = type("HidingBlock", (type(self.blocks[0]),), {})
+
+
+class Hiding(nn.Linear):
+    def forward(self, x):
+        hidden = super().forward(x)
+        change = 1.0 if dist.get_rank() == 1 else 0.0
+        torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(hidden.detach())).add_(change)
+        return hidden.sin()
+
+
+class Touchy(nn.Linear):
+    def forward(self, x):
+        if _get_current_function_mode_stack() and dist.get_rank() == 1:
+            raise RuntimeError("cannot run under a mode")
+        return super().forward(x)
+
+
+class TouchyGPT(GPT):
+    """Blocks cannot keep results on rank 1."""
+
+    def __init__(self, optimizer="sgd"):
+        super().__init__(optimizer)
+        for block in self.blocks:
+            block.fc = Touchy(24, 96)
+
+
+KINDS = {"hiding": HidingGPT, "touchy": TouchyGPT}
+
+
+def refused(name):
+    """Plan after the dry run, and how the fit differs from one in which blocks keep what they save."""
+    kind = KINDS[name]
+    plan = plan_for(kind("sgd"), "mixed", world_size=dist.get_world_size())
+    blocks = tuple(
+        Block(name=f"blocks.{number}", treatment=Treatment(saves="selective_1"), kept=(0, 3)) for number in range(2)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept, losses, _ = activations.fitted(OSDPStrategy(plan=plan), kind=kind)
+        strategy = OSDPStrategy(plan=dataclasses.replace(plan, blocks=blocks), dry_run=True)
+        state, ours, _ = activations.fitted(strategy, kind=kind)
+        untried = OSDPStrategy(plan=dataclasses.replace(plan, blocks=blocks[:1]), dry_run=False)
+        other = activations.fitted(untried, kind=kind)[0] if name == "hiding" else kept
+    difference = activations.largest_of(state, ours, kept, losses)
+    done = {block.name: (block.activations, block.kept) for block in strategy.plan.blocks}
+    return done, strategy.plan.notes, difference, largest_difference(other, kept)
+
+
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_blocks_at_levels_train_bit_for_bit_as_blocks_that_keep_everything(ranks, world_size):
     for found in ranks(world_size).run(differences_from_keeping):
@@ -147,3 +205,27 @@ def test_levels_gather_as_blocks_that_recompute_everything(ranks):
     for recomputing, *levels in ranks(2).run(events_of_levels):
         assert len(recomputing) > 0
         assert levels == [recomputing] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "named", "why"),
+    [
+        (
+            "hiding",
+            {"blocks.0": ("recompute", ()), "blocks.1": ("selective_1", (0, 3))},
+            "HidingBlock",
+            "results that their forward keeps are not what running it again returns",
+        ),
+        (
+            "touchy",
+            {"blocks.0": ("recompute", ()), "blocks.1": ("recompute", ())},
+            "Block",
+            "a step with results that they keep fails: RuntimeError: cannot run under a mode",
+        ),
+    ],
+)
+def test_blocks_that_cannot_keep_results_recompute_everything_on_all_ranks(ranks, kind, blocks, named, why):
+    for done, notes, difference, untried in ranks(2).run(refused, name=kind):
+        assert done == blocks
+        assert notes[-1] == f"dry run: blocks of {named} recompute everything, for {why}"
+        assert difference == untried == 0
