@@ -108,8 +108,8 @@ class OperatorProfile:
     optimizer_bytes: int
     """State that the user's optimizer keeps for the trainable parameters."""
     is_read: bool = True
-    """True where backward reads the parameters: not where nothing saves them, as of an embedding, or of a Linear whose
-    input needs no gradient."""
+    """True where backward reads the parameters, or inputs need gradients: neither is so of an embedding, or of a Linear
+    whose input needs no gradient."""
     parameters: tuple[ParameterProfile, ...] = ()
     """Parameters that make up the bytes. Without them paddings and the bytes of a single rank are not known."""
     dtype: str = "float32"

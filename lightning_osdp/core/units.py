@@ -270,7 +270,7 @@ def _units(
                 segments=tuple(part for operator in operators for part in segments.get(operator.name, ())),
                 calls=calls,
                 trained_from=trained_from,
-                is_read=_is_read(profile, name, operators, calls, trained_from),
+                is_read=_is_read(profile, modules.get(name, (name,)), operators, calls, trained_from),
                 modules=tuple(modules.get(name, ())),
                 block=None if name in modules else blocks.get(name),
             )
@@ -282,18 +282,24 @@ def _units(
 
 
 def _is_read(
-    profile: ModelProfile, name: str, operators: Sequence[OperatorProfile], calls: Sequence[Span], trained_from: int
+    profile: ModelProfile,
+    names: Collection[str],
+    operators: Sequence[OperatorProfile],
+    calls: Sequence[Span],
+    trained_from: int,
 ) -> bool:
-    """Tells whether backward reads a unit's parameters.
+    """Tells whether backward reads the parameters of a unit of these modules.
 
     Where its inputs need gradients that is taken for granted: only where they need none does a step in which they do
-    tell itself apart. The root is gathered anyway, and what is run again is read for that.
+    tell itself apart. Inputs of operators are known, those of modules around them where training has not begun. The
+    root is gathered anyway, and what is run again is read for that.
     """
-    needs_none = all(first <= trained_from for first, _ in calls)
-    may_run_again = name in profile.rerun or any(block.name == name for block in profile.blocks)
-    if not name or not needs_none or may_run_again or any(operator.is_read for operator in operators):
-        return True
-    return any(name in again.modules for again in profile.rerun.values())
+    needs_none = {*names} == {operator.name for operator in operators} or all(
+        first <= trained_from for first, _ in calls
+    )
+    again = {*profile.rerun, *(name for each in profile.rerun.values() for name in each.modules)}
+    may_run_again = not again.isdisjoint(names) or any(block.name in names for block in profile.blocks)
+    return "" in names or not needs_none or may_run_again or any(operator.is_read for operator in operators)
 
 
 def _calls(profile: ModelProfile, name: str, modules: Collection[str] | None) -> tuple[Span, ...]:

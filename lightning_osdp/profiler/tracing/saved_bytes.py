@@ -58,7 +58,7 @@ class Activations:
     passed_bytes: int | None = None
     """Live bytes, counted like `settled_bytes`, when the segment's backward is over."""
     is_read: bool = False
-    """True where backward reads parameters of the segment's operator."""
+    """True where backward reads parameters of the segment's operator, or inputs of the operator need gradients."""
     rerun: RerunPlace | None = None
     """Place in the part of forward that runs again in backward; None where the segment does not."""
 
@@ -272,6 +272,10 @@ def trace_activations(
             cleanup.callback(before.remove)
             cleanup.callback(after.remove)
         cleanup.enter_context(followed(module, position))
+        needing = set[str]()  # operators whose inputs need gradients
+        for name in dict.fromkeys(calls.sequence):
+            needs = partial(_note_inputs, needing, name)
+            cleanup.callback(module.get_submodule(name).register_forward_pre_hook(needs, with_kwargs=True).remove)
         for parameter in module.parameters():
             if parameter.requires_grad:
                 cleanup.callback(parameter.register_post_accumulate_grad_hook(follower.drop).remove)
@@ -288,11 +292,16 @@ def trace_activations(
         with follower.reads:
             loss_in(returned).backward()
         position.end()
-        for segment in follower.reads.segments:
-            parts[segment].is_read = True
+        for segment, name in enumerate(calls.sequence):
+            parts[segment].is_read = name in needing or segment in follower.reads.segments
         for segment, place in reruns.by_segment().items():
             parts[segment].rerun = place
     return parts
+
+
+def _note_inputs(needing: set[str], name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+    if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+        needing.add(name)
 
 
 def trace_evaluation(
