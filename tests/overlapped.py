@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting
+from lightning_osdp.core.axes import ALL_MODES, MODES, modes_of
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
@@ -40,6 +41,7 @@ def overlapped(draw, most=7):
         overlaps=True,
     )
     return operators, {
+        "modes": draw(st.sampled_from([ALL_MODES, modes_of((*MODES, "resident"))])),
         "cluster": cluster,
         "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=num_micro_batches),
         "engine": draw(ENGINES),

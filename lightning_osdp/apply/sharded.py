@@ -326,7 +326,8 @@ class ShardedModel:
         return unit.is_read or any(block.name == unit.name for block in blocks)
 
     def _set_prefetch(self) -> None:
-        set_prefetch(self.units, DEFAULT if self.plan is None else engine_of(self.plan))
+        plan = self.plan
+        set_prefetch(self.units, DEFAULT if plan is None else engine_of(plan), () if plan is None else plan.reached)
 
     @property
     def refused(self) -> tuple[str, ...]:

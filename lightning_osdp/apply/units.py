@@ -237,28 +237,55 @@ def shard(
             module.register_forward_hook(_Gathering(unit.handle))
 
 
-def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2) -> None:
-    """Sets which unit each unit all-gathers ahead.
+def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, reached: Sequence[str] = ()) -> None:
+    """Sets which unit each unit all-gathers ahead: the next one that is not resident.
 
     torch itself takes the order of the last forward. That one may have been an evaluation, and it has units that no
     backward comes to.
+
+    Args:
+        units: root first, then in the order in which forward enters them.
+        engine: what is gathered ahead at all.
+        reached: names of units in the order in which backward comes to them, see `Plan.reached`.
     """
     (root,) = (unit for unit in units if not unit.name)
-    order = leaving_order(units)
-    is_trained = [any(each.requires_grad for part in unit.modules for each in part.parameters()) for unit in order]
-    trained = is_trained.index(True) if True in is_trained else len(order)
-    for place, unit in enumerate([*order, root]):
-        ahead = unit  # a list with the unit itself keeps torch from choosing another
-        if engine.backward_prefetch == "pre" and place > trained:
-            before = order[place - 1]
-            ahead = before if before.is_read and before.name not in engine.late_backward else unit
-        # a unit that backward does not read must not be gathered by its own list
-        unit.handle.set_modules_to_backward_prefetch([ahead.handle] if unit.is_read or ahead is not unit else [])
+    inner = {unit.name: unit for unit in units if unit.name}
+    order = [inner[name] for name in reached] if reached else _reached(units)
+    for unit in set(inner.values()).difference(order):
+        _gather_in_backward(unit, None)
+    for unit, following in _followed([root, *order]):
+        is_late = following is None or not following.is_read or following.name in engine.late_backward
+        _gather_in_backward(unit, None if is_late or engine.backward_prefetch != "pre" else following)
     # The root gathers nothing ahead: a step may write to weights before it calls a module.
-    inner = [unit for unit in units if unit.name]
-    for unit, following in zip(inner, [*inner[1:], None], strict=False):
+    for unit, following in _followed([*inner.values()]):
         comes = engine.forward_prefetch and following is not None and following.name not in engine.late_forward
         gathering.gather_ahead(unit.handle, [following.handle] if comes and following is not None else [])
+
+
+def _gather_in_backward(unit: ShardedUnit, ahead: ShardedUnit | None) -> None:
+    """Sets the unit that this one gathers ahead in backward; None: no unit.
+
+    A list with the unit itself keeps torch from choosing another one. The list of a unit that backward does not read is
+    empty: it would gather that unit.
+    """
+    listed = [unit] if ahead is None and unit.is_read else [] if ahead is None else [ahead]
+    unit.handle.set_modules_to_backward_prefetch([each.handle for each in listed])
+
+
+def _followed(units: Sequence[ShardedUnit]) -> Iterator[tuple[ShardedUnit, ShardedUnit | None]]:
+    """Units, the last one first, each with the next one of these that is not resident."""
+    following: ShardedUnit | None = None
+    for unit in reversed(units):
+        yield unit, following
+        if not effects_of(unit.treatment).is_resident:
+            following = unit
+
+
+def _reached(units: Sequence[ShardedUnit]) -> list[ShardedUnit]:
+    """Units that backward comes to, in that order, where inner units are left before outer ones."""
+    order = leaving_order(units)
+    is_trained = [any(each.requires_grad for part in unit.modules for each in part.parameters()) for unit in order]
+    return order[is_trained.index(True) :][::-1] if True in is_trained else []
 
 
 def _own_parameters(unit: ShardedUnit) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

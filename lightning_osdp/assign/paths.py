@@ -18,8 +18,10 @@ Where units may leave their reduce-scatters to the last micro-batch, the order a
 gathers after c in that one only, no detours, and waits for no gathers before c. Where units may be sharded in nodes,
 there are no detours and no such waits either: how long collectives take depends on modes then. Collectives inside of
 nodes are on no path, for they have a communicator of their own; of a unit that is sharded there c is the all-reduce
-between nodes. Computing does not depend on modes otherwise, so there is little to be had from weighing several paths (a
-Lagrangian): the largest of their bounds is taken.
+between nodes. A unit that may be resident is waited for by no path before c, for it may gather nothing, and what is
+gathered ahead may take its place: a gather of backward is taken to be issued where backward comes to the last unit
+before that is never resident. Computing does not depend on modes otherwise, so there is little to be had from weighing
+several paths (a Lagrangian): the largest of their bounds is taken.
 """
 
 from __future__ import annotations
@@ -83,6 +85,9 @@ class Paths:
         self._gathered: list[int] = []  # units that are gathered whatever their mode
         self._regathers: list[tuple[int, int]] = []  # units if freed, with the number of reduce-scatters before
         self._detours: dict[int, list[_Detour]] = {}  # by where they return
+        self._may_stay = {
+            unit for unit, options in enumerate(self._options) if any(effects_of(mode).is_resident for mode in options)
+        }
         self._walk()
 
     def _walk(self) -> None:
@@ -94,13 +99,17 @@ class Paths:
         before_s, busy_s, reduces_s = [0.0], [0.0], [0.0]
         most_forward_s, most_backward_s = self._most_of_segments_s()
         passed_s = 0.0  # the most of all modes, of what is on a path whatever it passes by
+        num_before, is_in_backward = 0, False  # reduce-scatters before what may be gathered ahead past resident units
+        passes_over = self._may_stay and self._setting.engine.backward_prefetch == "pre"
         for (kind, of), is_again in self._clock.freed_events:
+            if kind == "await" and is_in_backward and of not in self._may_stay:
+                num_before = len(reduces_s) - 1
             if kind == "gather" and is_again:
-                regathered[of] = len(reduces_s) - 1
+                regathered[of] = num_before if passes_over else len(reduces_s) - 1
                 self._regathers.append((of, regathered[of]))
             elif kind == "gather":
                 self._gathered.append(of)
-                gathered_s += self._gather_s[of]
+                gathered_s += 0.0 if of in self._may_stay else self._gather_s[of]
                 ready_s[of] = gathered_s
             elif kind == "await" and self._may_wait:
                 computed_s = max(computed_s, ready_s[of] - passed_s)
@@ -113,6 +122,7 @@ class Paths:
                 computed_s += durations.forward_s[of]
                 passed_s += most_forward_s.get(of, 0.0)
             elif kind == "backward":
+                is_in_backward = True
                 computed_s += durations.backward_s[of]
                 passed_s += most_backward_s.get(of, 0.0)
             elif kind == "flatten":

@@ -13,7 +13,8 @@ has S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u 
     peak(x, y) = max_k ( floor_k + sum over the first k units of x_u (1 - y_u) P_u
                                  + sum over all units of y_u (S_u - s_u + x_u P_u) )
 
-A resident unit holds P_u all the time: at every k, and while the optimizer steps.
+A resident unit holds P_u all the time: at every k, and while the optimizer steps. Another unit is gathered ahead in
+its place, which may be larger: that is left out.
 
 An hpZ unit holds P_u / m while it is freed, on m ranks of a node; so it does until it is copied out again, and under
 mixed precision it is copied before, which is left out here. One that is sharded in the node holds more at every k:

@@ -94,6 +94,11 @@ class FSDP2:
         return self.gathering_late((), ())
 
     @property
+    def prefetches(self) -> bool:
+        """True if any units are gathered ahead."""
+        return self.backward_prefetch == "pre" or self.forward_prefetch is True
+
+    @property
     def most_lingering(self) -> int:
         """Number of extra all-gather buffers alive while a unit runs forward.
 

@@ -23,7 +23,8 @@ With explicit lists of modules to prefetch, one for each unit:
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
 - A unit of which backward reads no weights is not gathered there, unless it is inside a block that is run again.
-- A resident unit is gathered in the first step of all, and is there from then on.
+- A resident unit is gathered in the first step of all, and is there from then on. Lists pass over it: the unit that
+  comes next of all others is gathered ahead.
 
 Lists hold at every call, and a unit that forward calls more than once has none, or it would gather what is not needed
 any more. For that reason a unit that is run again gathers none ahead that backward has come to.
@@ -96,7 +97,7 @@ class Host:
         """Last segment of a block that recomputes -> its first one, the units inside it, and whether it is early."""
         self.ahead: list[list[int]] = [[] for _ in range(self.num_segments)]
         if self.forward_prefetch:
-            self.ahead = gathered_ahead(units, self.num_segments)
+            self.ahead = self._gathered_ahead()
         for segment, starting in enumerate(self.starts):
             is_late = any(units[unit].name in self.late_forward for unit in self.ahead[segment])
             if self.ahead[segment] and (is_late or not self._leads_on(segment, starting)):
@@ -107,7 +108,10 @@ class Host:
 
     def _plan_backward(self) -> None:
         self.trained_from = self.units[0].trained_from
-        self.late = {unit for unit in self.order if self.units[unit].name in self.late_backward}
+        self.before: list[int | None] = [None]
+        """The unit that forward left last, resident ones apart, before the one at each place of `order`; and of all."""
+        for unit in self.order:
+            self.before.append(self.before[-1] if unit in self.resident else unit)
         self.returns: list[list[tuple[int, bool]]] = [[] for _ in range(self.num_segments)]
         """Units of which backward leaves a call, by segment, each with True where that is its last call."""
         self.at_the_end: list[int] = []
@@ -126,6 +130,22 @@ class Host:
             for first in reached[1:]:
                 self.returns[first].append((unit, False))
         self.at_the_end.sort()
+        late = {unit for unit in self.order if self.units[unit].name in self.late_backward}
+        self.prefetched = (self.comes_back & self.read) - late
+        """Units that backward gathers ahead where they come next."""
+
+    def _gathered_ahead(self) -> list[list[int]]:
+        """Units that ``forward_prefetch`` has gathered by each segment: the next one of forward."""
+        first_at: dict[int, int] = {}  # segment -> the outermost unit that begins with it and may not be there yet
+        for index in range(len(self.units) - 1, -1, -1):
+            if not self.units[index].is_root and index not in self.resident:
+                first_at[self.units[index].first] = index
+        ahead: list[list[int]] = []
+        following: list[int] = []
+        for segment in range(self.num_segments - 1, -1, -1):
+            ahead.append(following)
+            following = [first_at[segment]] if segment in first_at else following
+        return ahead[::-1]
 
     def _leads_on(self, segment: int, starting: Sequence[int]) -> bool:
         """Tells if a unit that begins with this segment prefetches in forward."""
@@ -222,10 +242,9 @@ class Host:
 
     def gather_before(self, place: int) -> None:
         """Gathers the unit before this place ahead, as backward's prefetch."""
-        if place > 0:
-            unit = self.order[place - 1]
-            if unit in self.comes_back & self.read and unit not in self.late and unit not in self.reached:
-                self.gather(unit)
+        unit = self.before[place]
+        if unit is not None and unit in self.prefetched and unit not in self.reached:
+            self.gather(unit)
 
     def come_to(self, segment: int) -> None:
         """Backward reaches the outputs of this segment: units whose calls end with it, and blocks to run again."""
@@ -286,20 +305,6 @@ def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
     """Units in the order in which forward leaves them for good, inner ones first; without the root."""
     inner = [index for index, unit in enumerate(units) if not unit.is_root]
     return tuple(sorted(inner, key=lambda index: (units[index].last, -index)))
-
-
-def gathered_ahead(units: Sequence[UnitProfile], num_segments: int) -> list[list[int]]:
-    """Units that ``forward_prefetch`` has gathered by each segment: the next one of forward."""
-    first_at: dict[int, int] = {}  # segment -> the outermost unit that begins with it
-    for index in range(len(units) - 1, -1, -1):
-        if not units[index].is_root:
-            first_at[units[index].first] = index
-    ahead: list[list[int]] = []
-    following: list[int] = []
-    for segment in range(num_segments - 1, -1, -1):
-        ahead.append(following)
-        following = [first_at[segment]] if segment in first_at else following
-    return ahead[::-1]
 
 
 @lru_cache(maxsize=128)

@@ -14,10 +14,10 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.text.byte_size import format_bytes
-from lightning_osdp.core.units import SMALL_UNIT_BYTES
+from lightning_osdp.core.units import SMALL_UNIT_BYTES, UnitProfile
 from lightning_osdp.cost import block_s, evaluation_peak
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
-from lightning_osdp.engine import freed_bytes
+from lightning_osdp.engine import freed_bytes, leaving_order
 
 MAX_SIMULATED_UNITS = 200_000
 """Units in all steps that are simulated for what else units could be: about a second."""
@@ -63,6 +63,7 @@ def plan_of(
         search_space=space,
         cost_model=setting.cost_model,
         **dataclasses.asdict(setting.engine),
+        reached=_reached(setting.units) if any(unit.modules for unit in setting.units) else (),
         peak_phase=assignment.peak.phase,
         peak_operator=assignment.peak.operator,
         peak_parts=dict(assignment.peak.parts),
@@ -94,6 +95,13 @@ def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
             time_s=sum(costs.times_s[index][mode] for index, mode in each),
             menu=_menu([prices[index] for index, _ in each]),
         )
+
+
+def _reached(units: Sequence[UnitProfile]) -> tuple[str, ...]:
+    """Names of the units that backward comes to, in that order."""
+    return tuple(
+        units[unit].name for unit in reversed(leaving_order(units)) if units[unit].last >= units[unit].trained_from
+    )
 
 
 def _menu(slices: Sequence[Mapping[Treatment, tuple[float, float]]]) -> tuple[Option, ...]:

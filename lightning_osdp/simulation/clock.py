@@ -12,7 +12,7 @@ from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost import block_s, copied_s, more_optimizer_s, optimizer_s
-from lightning_osdp.engine import DEFAULT, FREED, FSDP2, KEPT, MOST_SIMULATED, Effects, Event, effects_in
+from lightning_osdp.engine import DEFAULT, FREED, FSDP2, KEPT, MOST_SIMULATED, Effects, Event, effects_in, effects_of
 from lightning_osdp.simulation.step import durations_of, timeline_of
 from lightning_osdp.simulation.timeline import Durations
 
@@ -31,6 +31,9 @@ class _Run:
     """Events of each that take time, by turn of the host."""
 
 
+_Places = Mapping[str, Sequence[int]]
+"""Segment that each segment is part of, by kind of event."""
+
 _Turns = list[tuple[int, tuple[tuple[Event, ...], ...]]]
 """Unit that each turn of the host is about, -1 for a segment, and its events by number of the effects."""
 
@@ -47,7 +50,8 @@ class StepClock:
     """The time of `simulate_step` for any modes, with what no mode changes worked out once.
 
     All blocks of the step keep what they save. A unit's events depend on its own mode alone, and the host takes the
-    same turns in all modes: so those of any mix are taken from steps in which all units are treated alike.
+    same turns in all modes: so those of any mix are taken from steps in which all units are treated alike. Where units
+    are resident, others are gathered ahead in their place: such a step is gone through by itself.
     """
 
     def __init__(self, step: Step, engine: FSDP2 = DEFAULT) -> None:
@@ -56,8 +60,8 @@ class StepClock:
         self.optimizer_s = optimizer_s(step.profile, step.cluster)
         """Seconds of the optimizer step where all units are sharded over all ranks; no modes take less."""
         self.durations = durations_of(step, engine)
-        self.units, self.micro_batch_size = step.units, step.workload.micro_batch_size
-        self._step = step
+        self.units, self._step = step.units, step
+        self._apart: _Places = dict.fromkeys(_SEGMENTS, range(len(step.profile.segments)))
         self._number_of: dict[Treatment, int] = {}
         self._effects: list[Effects] = []
         """Effects that were asked for so far, by number."""
@@ -65,15 +69,12 @@ class StepClock:
 
     def step(self, modes: Sequence[Treatment]) -> StepTime:
         """Goes through one optimizer step with these modes, one per unit."""
-        if not self._number_of.keys() >= (different := set(modes)):
-            found = dict(zip(different, effects_in(self._step, [*different]), strict=True))
-            self._learn(found.values())
-            self._number_of |= {mode: self._effects.index(each) for mode, each in found.items()}
-        numbers = [*map(self._number_of.__getitem__, modes), 0]  # events that belong to no unit are the same in all
-        timeline = timeline_of(self._with_activations(modes), self.cluster, self.engine)
+        is_apart = self.engine.prefetches and any(effects_of(mode).is_resident for mode in set(modes))
+        micro_batches = self._gone_through(modes) if is_apart else self._composed(modes)
+        without_blocks = (self.durations, self._apart) if is_apart else (self._joined_s, self._places)
+        timeline = timeline_of(_with_activations(self._step, modes, *without_blocks), self.cluster, self.engine)
         before: list[Event] = []
-        for turns in self._turns:
-            events = [event for unit, ways in turns for event in ways[numbers[unit]]]
+        for events in micro_batches:
             if events == before:
                 timeline.repeat()
             else:
@@ -85,17 +86,19 @@ class StepClock:
         )
         return StepTime(timeline.total_s(self.num_micro_batches) + update_s, timeline.stalls_s)
 
-    def _with_activations(self, modes: Sequence[Treatment]) -> Durations:
-        """Seconds of every event where blocks do with what they save as the modes say."""
-        if not any("saves" in mode for mode in modes):
-            return self._joined_s
-        forward_s, backward_s = list(self._joined_s.forward_s), list(self._joined_s.backward_s)
-        for unit, mode in zip(self.units, modes, strict=True):
-            around = (unit.block, mode["saves"], self.cluster, self.micro_batch_size)
-            of_forward_s = copied_s(*around)
-            forward_s[self._places["forward"][unit.last]] += of_forward_s
-            backward_s[self._places["backward"][unit.last]] += block_s(*around) - of_forward_s
-        return self._joined_s._replace(forward_s=forward_s, backward_s=backward_s)
+    def _composed(self, modes: Sequence[Treatment]) -> list[list[Event]]:
+        """Events of each micro-batch, of steps in which all units are treated alike; segments in a row are one."""
+        if not self._number_of.keys() >= (different := set(modes)):
+            found = dict(zip(different, effects_in(self._step, [*different]), strict=True))
+            self._learn(found.values())
+            self._number_of |= {mode: self._effects.index(each) for mode, each in found.items()}
+        numbers = [*map(self._number_of.__getitem__, modes), 0]  # events that belong to no unit are the same in all
+        return [[event for unit, ways in turns for event in ways[numbers[unit]]] for turns in self._turns]
+
+    def _gone_through(self, modes: Sequence[Treatment]) -> list[list[Event]]:
+        """Events of each micro-batch, of a step with these modes."""
+        micro_batches = self.engine.events_of(self._step, modes)
+        return [[event for event in events if event.kind not in _TIMELESS] for events in micro_batches]
 
     def _learn(self, effects: Iterable[Effects]) -> None:
         """Goes through a step in which all units are treated with each of these."""
@@ -161,7 +164,7 @@ def _merged(runs: Sequence[Mapping[int, tuple[Event, ...]]]) -> _Turns:
 
 
 @lru_cache(maxsize=128)
-def _joined(runs: tuple[_Run, ...], num_segments: int) -> tuple[list[_Turns], Mapping[str, Sequence[int]]]:
+def _joined(runs: tuple[_Run, ...], num_segments: int) -> tuple[list[_Turns], _Places]:
     """Turns of each micro-batch under several effects, in which segments that are run one after the other are one.
 
     With them comes the segment that each is then part of, which is the same in all micro-batches. Nothing can begin
@@ -183,6 +186,26 @@ def _joined(runs: tuple[_Run, ...], num_segments: int) -> tuple[list[_Turns], Ma
                 last = event
         found.append(joined)
     return found, places
+
+
+def _with_activations(step: Step, modes: Sequence[Treatment], durations: Durations, places: _Places) -> Durations:
+    """Seconds of every event where blocks do with what they save as the modes say.
+
+    Args:
+        step: its blocks keep what they save.
+        modes: one per unit.
+        durations: of that step.
+        places: segment that each segment is part of, by kind of event.
+    """
+    if not any("saves" in mode for mode in modes):
+        return durations
+    forward_s, backward_s = list(durations.forward_s), list(durations.backward_s)
+    for unit, mode in zip(step.units, modes, strict=True):
+        around = (unit.block, mode["saves"], step.cluster, step.workload.micro_batch_size)
+        of_forward_s = copied_s(*around)
+        forward_s[places["forward"][unit.last]] += of_forward_s
+        backward_s[places["backward"][unit.last]] += block_s(*around) - of_forward_s
+    return durations._replace(forward_s=forward_s, backward_s=backward_s)
 
 
 def _added(seconds: Sequence[float], places: Sequence[int]) -> list[float]:

@@ -434,8 +434,8 @@ def test_a_plan_that_names_an_engine_is_refused():
     )
 
 
-@pytest.mark.parametrize("field", ["late_forward", "late_backward"])
-def test_units_that_are_gathered_late_are_those_of_the_plan(field):
+@pytest.mark.parametrize("field", ["late_forward", "late_backward", "reached"])
+def test_units_that_prefetching_names_are_those_of_the_plan(field):
     name = slice_names(HEAD.name, HEAD.num_slices)[0]
     assert getattr(Plan.from_json(edited(**{field: [name]})), field) == (name,)
     text = f"Expected '{field}' of the plan to name units or slices but the root, got"

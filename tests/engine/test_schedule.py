@@ -19,7 +19,7 @@ from lightning_osdp import profile_model
 from lightning_osdp.apply.internals import gathering
 from lightning_osdp.core.axes import ALL_MODES, DP, HDP, HPZ, HSDP, RESIDENT, SYNC_CHOICES, ZDP, Subject
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
-from lightning_osdp.core.units import merged, partition
+from lightning_osdp.core.units import joined, merged, partition
 from lightning_osdp.engine import FSDP2, effects_of, leaving_order
 from tests.steps import step_of
 from tests.tiers import but_slow, slow
@@ -94,15 +94,17 @@ def group():
 
 
 def sharded(model, units, modes, engine):
-    """The model with these units, and what each of them prefetches."""
+    """Modules by which torch finds these units of the model, and what each of them prefetches."""
     nodes = init_device_mesh("cpu", (WORLD_SIZE // NODE_SIZE, NODE_SIZE), mesh_dim_names=("nodes", "node"))
     places = {unit.name: place for place, unit in enumerate(units)}
     for unit in sorted(units, key=lambda unit: unit.name.count(".") + bool(unit.name), reverse=True):
         in_node = "home" in modes[places[unit.name]]
-        fully_shard(model.get_submodule(unit.name), mesh=nodes if in_node else None)
+        parts = [model.get_submodule(name) for name in unit.modules or (unit.name,)]
+        fully_shard(parts if unit.modules else parts[0], mesh=nodes if in_node else None)
     modules = [model.get_submodule(unit.name) for unit in units]
     order, places = leaving_order(units), {unit: place for place, unit in enumerate(leaving_order(units))}
     comes_back = [any(last >= unit.trained_from for _, last in unit.calls) for unit in units]
+    is_resident = [effects_of(mode).is_resident for mode in modes]
     for index, (module, mode) in enumerate(zip(modules, modes, strict=True)):
         if index:
             gathering.reshard_after_forward(
@@ -110,7 +112,7 @@ def sharded(model, units, modes, engine):
             )
         module._set_unshard_async_op(engine.asynchronous_unshard)
         place = places.get(index, len(order))
-        before = order[place - 1] if place else index
+        before = next((unit for unit in reversed(order[:place]) if not is_resident[unit]), index)
         is_called_once = len(units[index].calls) == 1
         prefetches = engine.backward_prefetch == "pre" and comes_back[before] and is_called_once
         prefetches = prefetches and units[before].is_read and units[before].name not in engine.late_backward
@@ -118,9 +120,10 @@ def sharded(model, units, modes, engine):
         module.set_modules_to_backward_prefetch(ahead)
         gathering.gather_where_read(module._get_fsdp_state()._fsdp_param_groups)
         gathering.set_read(module, is_read=units[index].is_read)
-        leads_on = index + 1 < len(modules) and units[index + 1].name not in engine.late_forward
+        following = next((unit for unit in range(index + 1, len(units)) if not is_resident[unit]), None)
+        leads_on = following is not None and units[following].name not in engine.late_forward
         if engine.forward_prefetch and leads_on and is_called_once:
-            gathering.gather_ahead(module, [modules[index + 1]])
+            gathering.gather_ahead(module, [modules[following]])
     return modules
 
 
@@ -261,3 +264,18 @@ def test_units_that_are_gathered_late_are_gathered_as_predicted(case, monkeypatc
         assert seen == predicted(profile, units, modes, engine, 1), late
         orders.append(seen)
     assert predicted(profile, units, modes, every, 1) not in orders
+
+
+@pytest.mark.parametrize("recomputes", ["", "each"])
+def test_trained_units_are_one_over_frozen_ones_between_them(recomputes, monkeypatch):
+    case = {"frozen": tuple(f"{block}.up" for block in BLOCKS), "recomputes": recomputes}
+    profile = profile_model(Model(**case), torch.randn(4, WIDTH))
+    units = partition(profile, min_unit_bytes=0)
+    if not recomputes:
+        units = joined(profile, units, [("blocks.0.down", "blocks.1.down")])
+        assert [(unit.name, unit.calls) for unit in units if unit.modules] == [("blocks.0.down", ((2, 4),))]
+    for frozen, trained, ahead, prefetch in product((ZDP, DP, RESIDENT), (ZDP, DP), (False, True), PREFETCH_CHOICES):
+        engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead)
+        modes = [DP if unit.is_root else trained if unit.gradient_bytes else frozen for unit in units]
+        seen = done(Model(**case), units, modes, engine, 2, monkeypatch)
+        assert seen == predicted(profile, units, modes, engine, 2), (frozen, trained, engine)

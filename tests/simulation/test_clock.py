@@ -124,7 +124,9 @@ def test_where_nothing_overlaps_time_is_the_sum_and_memory_within_the_closed_for
     assert estimate.exposed_communication_s == pytest.approx(estimate.communication_s, abs=1e-9)
     assert all(num_bytes > -1e-6 for _, moment in estimate.moments for num_bytes in moment.parts.values())
     assert estimate.peak == found.costs.exact_peak(modes)
-    if not any(mode.needs_nodes for mode in modes):
+    # what is gathered ahead in place of resident units may be larger than these
+    passes_over = found.engine.prefetches and any(effects_of(mode).is_resident for mode in modes)
+    if not passes_over and not any(mode.needs_nodes for mode in modes):
         assert estimate.peak.peak_bytes <= found.costs.peak(modes).peak_bytes
 
 

@@ -182,6 +182,9 @@ class Plan:
     """Units, or slices of them, that are gathered when forward comes to them though others are gathered ahead."""
     late_backward: tuple[str, ...] = ()
     """Units, or slices of them, that are gathered when backward comes to them though others are gathered ahead."""
+    reached: tuple[str, ...] = ()
+    """Units, or slices of them, in the order in which backward comes to them. Empty where modules' names tell it: inner
+    units are left before outer ones, and backward comes to all from the first trained unit on."""
     all_zdp_step_time_s: float = 0.0
     """Predicted seconds that plain FSDP takes for as many samples; 0 where it does not fit. Plain FSDP has every unit
     ZDP, with the micro-batches and the activations, kept or recomputed, that are fastest under the limit."""
@@ -368,7 +371,7 @@ def _read(document: object, source: str) -> Plan:
             raise PlanFormatError(f"Expected {name!r} of {source} to be at least 1, got {getattr(plan, name)!r}.")
     _check_choice("'backward_prefetch'", plan.backward_prefetch, PREFETCH_CHOICES, source)
     _check_choice("'cost_model'", plan.cost_model, COST_MODELS, source)
-    _check_late(plan, source)
+    _check_prefetch(plan, source)
     _check_nodes(plan, source)
     if "decisions" in document and document["decisions"] != json.loads(plan.to_json())["decisions"]:
         raise PlanFormatError(
@@ -484,10 +487,10 @@ def _check_nodes(plan: Plan, source: str) -> None:
         )
 
 
-def _check_late(plan: Plan, source: str) -> None:
+def _check_prefetch(plan: Plan, source: str) -> None:
     known = {part for unit in plan.units if unit.name for part in slice_names(unit.name, unit.num_slices)}
-    for name, late in (("late_forward", plan.late_forward), ("late_backward", plan.late_backward)):
-        unknown = [part for part in late if part not in known]
+    for name in ("late_forward", "late_backward", "reached"):
+        unknown = [part for part in getattr(plan, name) if part not in known]
         if unknown:
             raise PlanFormatError(
                 f"Expected {name!r} of {source} to name units or slices but the root, got {shown(unknown[0])}."
