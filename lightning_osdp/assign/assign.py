@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lightning_osdp.assign.additive import Modes
+from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.merging.slices import agreed_on
 from lightning_osdp.assign.overlap import solve_overlapped
 from lightning_osdp.assign.paths import Paths
@@ -53,7 +53,7 @@ def assign_modes(
     if first is None or (len(setting.activations) == 1 and not leaves_out):
         return found
     # The closed form may leave out what a block keeps beside its gathered unit, what is larger in nodes, and what is
-    # resident while the optimizer steps.
+    # gathered ahead in place of resident units.
     room_bytes = memory_limit_bytes
     for _ in range(MAX_TRIES):
         if found is None:
@@ -134,7 +134,35 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
         found_s = costs.step_time_s(found)
         if found_s < step_time_s and costs.exact_peak(found).peak_bytes <= memory_limit_bytes:
             modes, step_time_s = found, found_s
+    modes = _resident_as_well(setting, modes, step_time_s, memory_limit_bytes)
+    step_time_s = costs.step_time_s(modes)
     return replace(assignment, modes=modes, step_time_s=step_time_s, peak=costs.exact_peak(modes))
+
+
+def _resident_as_well(setting: Setting, modes: Modes, time_s: float, memory_limit_bytes: int) -> Modes:
+    """Modes with more frozen units resident, as many as fit and make the step no slower, the largest first.
+
+    Computing may hide what they gather, but others may need the links, and no clock is exact.
+    """
+    costs = setting.costs
+    resident = {
+        unit: mode
+        for unit, options in enumerate(costs.options)
+        for mode in options
+        if effects_of(mode).is_resident and mode["saves"] == modes[unit]["saves"] and mode != modes[unit]
+    }
+    left = sorted(resident, key=lambda unit: -setting.units[unit].gathered_bytes)
+    count = len(left)
+    while count:
+        chosen = {*left[:count]}
+        tried = tuple(resident[unit] if unit in chosen else mode for unit, mode in enumerate(modes))
+        fits = costs.exact_peak(tried).peak_bytes <= memory_limit_bytes
+        if fits and costs.step_time_s(tried) <= time_s * (1 + NO_GAIN):
+            modes, left = tried, left[count:]
+            count = len(left)
+        else:
+            count //= 2
+    return modes
 
 
 def bound_later_s(setting: Setting, bound_s: float, *, micro_batch_size: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from types import MappingProxyType
 
 from lightning_osdp.core.affine import ZERO, Affine
@@ -143,6 +144,20 @@ def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tu
     return _units(profile, members)
 
 
+def apart(profile: ModelProfile, units: Sequence[UnitProfile]) -> tuple[UnitProfile, ...]:
+    """Units without frozen operators beside trained ones, or in the root, as far as they can be units of their own."""
+    members: dict[str, list[OperatorProfile]] = {"": []}
+    for unit in units:
+        is_mixed = len({bool(operator.num_trainable) for operator in unit.operators}) > 1
+        bound = [operator.name for operator in unit.operators if operator.enclosing[0] != operator.name]
+        around = {name for inner in bound for name in _ancestors(inner)}
+        for operator in unit.operators:
+            leaves = not operator.num_trainable if unit.is_root else is_mixed
+            is_free = leaves and operator.name not in {*bound, *around}
+            members.setdefault(operator.name if is_free else unit.name, []).append(operator)
+    return _units(profile, members)
+
+
 def outermost(operators: Sequence[OperatorProfile]) -> dict[str, list[OperatorProfile]]:
     """Operators by the outermost module that may be their unit: a child of the root, or else the root.
 
@@ -188,7 +203,7 @@ def joined(
 ) -> tuple[UnitProfile, ...] | None:
     """Units with each pair as one unit, named after the first of the pair; None where one cannot be.
 
-    Pairs are names of units that follow each other, see `may_join`; each name is in one pair.
+    Pairs are names of units, see `may_join`; each name is in one pair.
     """
     by_name = {unit.name: unit for unit in units}
     into = {second: first for first, second in pairs}
@@ -207,33 +222,53 @@ def joined(
     return _units(profile, members, modules)
 
 
-def may_join(profile: ModelProfile, units: Sequence[UnitProfile], place: int) -> bool:
-    """Tells if the unit at this place and the next one may be one, gathered from their first call to their last.
+def next_to(units: Sequence[UnitProfile], place: int) -> int:
+    """Place of the unit that the one at this place may be joined with: the next, or of trained ones the next trained.
 
-    Both are called once, one after the other, with no unit inside them or between them. Both lie inside the same units
-    and the same blocks that recompute, and neither is a block itself. Both lie inside the same child of the root where
-    children of the root run backward one by one.
+    Frozen units may be there all the time, and then gather nothing between the two.
     """
-    first, second, *others = units[place : place + 3]
+    found = place + 1
+    while units[place].gradient_bytes and found < len(units) and not units[found].gradient_bytes:
+        found += 1
+    return found
+
+
+def may_join(profile: ModelProfile, units: Sequence[UnitProfile], place: int) -> bool:
+    """Tells if the unit at this place and that `next_to` it may be one, gathered from their first call to their last.
+
+    Both are called once, one after the other, with no unit inside them, and none but frozen ones begin meanwhile. Both
+    lie inside the same units and the same blocks that recompute, and neither is a block itself. Both lie inside the
+    same child of the root where children of the root run backward one by one.
+    """
+    behind = next_to(units, place)
+    if behind == len(units):
+        return False
+    first, second = units[place], units[behind]
     operators = (*first.operators, *second.operators)
-    if len(first.calls) != 1 or len(second.calls) != 1 or first.last >= second.first or first.is_root:
+    are_called_in_turn = len(first.calls) == len(second.calls) == 1 and first.last < second.first
+    if first.is_root or not operators or any(operator.stands_alone for operator in operators) or not are_called_in_turn:
         return False
-    if others and others[0].first <= second.last:
-        return False
-    if not operators or any(operator.stands_alone for operator in operators):
-        return False
-    called = [name for unit in (first, second) for name in unit.modules or (unit.name,)]
+    called = _modules(first) + _modules(second)
+    inside = takewhile(lambda unit: unit.first <= second.last, units[behind + 1 :])
+    for unit in (*units[place + 1 : behind], *inside):
+        is_inside = any(above in called for name in _modules(unit) for above in _ancestors(name))
+        if is_inside or unit.gradient_bytes or not first.gradient_bytes:
+            return False
     if not all(name in profile.spans for name in called) or second.last < second.trained_from:
         return False
     for again in profile.rerun.values():
         roles = {(again.surrounds(unit.first, unit.last), unit.name in again.modules) for unit in (first, second)}
         if len(roles) > 1 or again.span in {*first.calls, *second.calls}:
             return False
-    around = {name for unit in units if unit.name for name in unit.modules or (unit.name,)}
+    around = {name for unit in units if unit.name for name in _modules(unit)}
     is_inside_same = len({tuple(above for above in _ancestors(name) if above in around) for name in called}) == 1
     # the module through which the root calls each operator; the root, where it calls the operator itself
     children = {operator.enclosing[-2] if len(operator.enclosing) > 2 else "" for operator in operators}
     return is_inside_same and (not profile.children_apart or len(children) == 1)
+
+
+def _modules(unit: UnitProfile) -> tuple[str, ...]:
+    return unit.modules or (unit.name,)
 
 
 def grouped(

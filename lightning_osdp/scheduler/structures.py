@@ -14,7 +14,15 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
-from lightning_osdp.assign import NO_GAIN, Assignment, Setting, block_units, chosen_activations, ever_more_slices
+from lightning_osdp.assign import (
+    NO_GAIN,
+    Assignment,
+    Setting,
+    apart_units,
+    block_units,
+    chosen_activations,
+    ever_more_slices,
+)
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.search_space import SearchSpace
 
@@ -97,6 +105,12 @@ def blocks(attempt: Attempt) -> Iterator[Setting]:
             yield from block_units(setting)
 
 
+def frozen_apart(attempt: Attempt) -> Iterator[Setting]:
+    """A unit for each operator of those that would share one though some are frozen and others trained."""
+    for setting in attempt.settings:
+        yield from _apart(attempt, setting)
+
+
 def slices(attempt: Attempt) -> Iterator[Setting]:
     """A unit for each operator, of which some are split."""
     yield from _split(attempt, attempt.base)
@@ -111,7 +125,7 @@ def saving_blocks(attempt: Attempt) -> Iterator[Setting]:
     every = [chosen for choice in attempt.space.activations if (chosen := all_blocks(setting, choice))]
     if not every:
         return
-    bases = [setting]
+    bases = [setting, *_apart(attempt, setting)]
     if attempt.space.share_units:
         yield from block_units(setting, attempt.space.activations)
         bases += block_units(setting)
@@ -137,6 +151,7 @@ def slices_inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
 
 STRUCTURES = (
     Structure("operators", operators, _always),
+    Structure("frozen units apart", frozen_apart, _always),
     Structure("blocks", blocks, _always),
     Structure("blocks that save less", saving_blocks, _may_be_faster),
     Structure("units inside of them", inside_of_saving_blocks, _may_be_faster),
@@ -145,7 +160,7 @@ STRUCTURES = (
 )
 """Structures in the order in which they are tried."""
 
-SMALLER = (STRUCTURES[2], STRUCTURES[4], STRUCTURES[5])
+SMALLER = (STRUCTURES[3], STRUCTURES[5], STRUCTURES[6])
 """Structures that may take fewer bytes than a unit for each operator, in the order in which they are tried."""
 
 
@@ -154,6 +169,12 @@ def all_blocks(setting: Setting, choice: str) -> dict[str, str]:
     if setting.is_paper or not Treatment(saves=choice):
         return {}
     return {block.name: choice for block in setting.profile.blocks if choice in block.segments}
+
+
+def _apart(attempt: Attempt, setting: Setting) -> list[Setting]:
+    """Setting with frozen units apart, where that may be and nobody has said how large units are."""
+    may_be = attempt.space.min_unit_bytes is None and not setting.is_paper and setting.cluster.world_size > 1
+    return apart_units(setting) if may_be else []
 
 
 def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_osdp.assign import Setting, join_units
 from lightning_osdp.assign.merging import share
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.axes import DP, ZDP
+from lightning_osdp.core.axes import DP, RESIDENT, ZDP
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -127,6 +127,19 @@ def test_units_are_not_joined_across_children_that_run_backward_one_by_one(given
     assert joined_in(given_setting(*sizes, names=names))[0] == {"a.x": ("a.x", "b.x"), "b.y": ("b.y", "c.x")}
     lists, _, _ = joined_in(given_setting(*sizes, names=names, children_apart=True))
     assert lists == {"b.x": ("b.x", "b.y")}
+
+
+def test_trained_units_are_joined_over_frozen_ones_between_them(given_setting):
+    names = [f"{layer}.{part}" for layer in "abcd" for part in ("base", "down", "up")]
+    changes = {name: {"frozen": True} for name in names if name.endswith("base")}
+    setting = given_setting(*[900, 10, 10] * 4, names=names, changes=changes)
+    modes = [RESIDENT if unit.name in changes else DP if unit.is_root else ZDP for unit in setting.units]
+    found, joined_modes = join_units(setting, tuple(modes), memory_limit_bytes=math.inf)
+    lists = {unit.name: unit.modules for unit in found.units if unit.modules}
+    assert lists == {"a.down": tuple(name for name in names if name not in changes)}
+    assert [unit.calls for unit in found.units if unit.modules] == [((1, 11),)]
+    # eight units are gathered twice and reduced; one is
+    assert setting.costs.step_time_s(modes) - found.costs.step_time_s(joined_modes) == 3 * 7
 
 
 def test_a_unit_around_others_is_not_joined(given_setting):

@@ -8,7 +8,7 @@ import pytest
 from lightning_osdp.assign import Setting, share_units
 from lightning_osdp.assign.merging import share
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.axes import DP, ZDP
+from lightning_osdp.core.axes import DP, RESIDENT, ZDP
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Segment
 from lightning_osdp.core.units import merged, partition
@@ -185,3 +185,15 @@ def test_where_communication_overlaps_sharing_is_judged_by_the_simulated_step():
     costly = dataclasses.replace(overlapping, cluster=dataclasses.replace(overlapping.cluster, unit_overhead=overhead))
     shared, shared_modes = share_units(costly, modes, memory_limit_bytes=math.inf)
     assert shared.costs.step_time_s(shared_modes) < costly.costs.step_time_s(modes)
+
+
+def test_nothing_is_resident_in_one_unit_with_what_is_trained():
+    frozen = dict.fromkeys(("num_trainable", "trainable_bytes", "gradient_bytes", "optimizer_bytes"), 0)
+    sizes = {"fc": (4000, frozen), "out": (4000, frozen), "adapter": (40, {})}
+    inner = [operator(f"m.blocks.{i}.{name}", size, **made) for i in range(2) for name, (size, made) in sizes.items()]
+    given = setting([*inner, operator("head", 8000)], min_unit_bytes=100)
+    assert names(given)[:2] == ["", "m"]  # with the adapters
+    modes = [RESIDENT if "blocks" in unit.name else ZDP for unit in given.units]
+    shared, found = share_units(given, (DP, *modes[1:]), memory_limit_bytes=math.inf)
+    assert not any(mode is RESIDENT and unit.gradient_bytes for unit, mode in zip(shared.units, found, strict=True))
+    assert shared.costs.step_time_s(found) <= given.costs.step_time_s((DP, *modes[1:]))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.core.units import default_min_unit_bytes, merged, outermost, partition
+from lightning_osdp.core.units import apart, default_min_unit_bytes, merged, outermost, partition
 
 
 def contents(units):
@@ -248,6 +248,30 @@ def test_frozen_parameters_may_have_another_dtype(model, operator):
     }
     two = model(operator("h.a", 10), operator("h.b", 10, frozen=True, dtype="bfloat16"))
     assert contents(merged(two, partition(two, min_unit_bytes=0), ["h"])) == {"": (), "h": ("h.a", "h.b")}
+
+
+def test_what_is_frozen_is_no_unit_with_what_is_trained_where_modules_can_be_units_by_themselves(model, operator):
+    held = operator("h.list", 10, frozen=True, enclosing=("h", ""))  # never called itself
+    profile = model(
+        operator("h.0", 400, frozen=True),
+        operator("h.0.down", 10),
+        operator("h.ln", 10, frozen=True),
+        operator("g", 20),
+    )
+    profile = dataclasses.replace(profile, operators=(*profile.operators, held, operator("g.ln", 5)))
+    units = partition(profile, min_unit_bytes=20)
+    assert contents(units) == {"": (), "h": ("h.ln", "h.list"), "h.0": ("h.0", "h.0.down"), "g": ("g", "g.ln")}
+    assert contents(apart(profile, units)) == {
+        "": (),
+        "h": ("h.ln", "h.list"),
+        "h.0": ("h.0",),
+        "h.0.down": ("h.0.down",),
+        "g": ("g", "g.ln"),
+    }
+    trained = dataclasses.replace(held, num_trainable=2, gradient_bytes=8)
+    profile = dataclasses.replace(profile, operators=(*profile.operators[:-2], trained))
+    found = contents(apart(profile, partition(profile, min_unit_bytes=20)))
+    assert (found["h"], found["h.ln"]) == (("h.list",), ("h.ln",))
 
 
 def test_the_outermost_units_of_the_rest_are_children_of_the_root_that_have_something_inside(model, operator):

@@ -1,6 +1,7 @@
 """Units of one mode that follow each other made one unit of several modules, where that is faster and still fits.
 
-One all-gather takes the place of two, and the unit stays gathered from the first call of its modules to the last.
+One all-gather takes the place of two, and the unit stays gathered from the first call of its modules to the last. Of
+trained units those follow each other that have frozen ones between them alone, as adapters have.
 Equal pairs of units are joined together, and pairs of pairs after that, so that equal blocks are treated alike.
 
 As in `share`, this is outside the space that the certified gap is about: it can only make a plan faster.
@@ -8,13 +9,14 @@ As in `share`, this is outside the space that the certified gap is about: it can
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.merging.share import LARGEST_SHARE, in_other_units, kinds_or_parts
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.units import UnitProfile, joined, may_join
+from lightning_osdp.core.units import UnitProfile, apart, joined, may_join, next_to
 
 _WORTH_JOINING = 1e-3
 """Fraction of the step time for which units are joined: fewer and larger ones leave less to choose."""
@@ -23,6 +25,20 @@ _MAX_ROUNDS = 4
 """Times that units are joined in pairs: up to 16 are one then."""
 
 _Pair = tuple[str, str]
+
+
+def apart_units(setting: Setting) -> list[Setting]:
+    """The setting with frozen units that hold nothing trained, see `apart`; none where it has no others.
+
+    Frozen units may be resident then, and what is trained is joined over them.
+    """
+
+    def make() -> Iterator[Setting]:
+        units = apart(setting.profile, setting.units)
+        if len(units) > len(setting.units):
+            yield dataclasses.replace(setting, units=units)
+
+    return setting.variants.once(setting, "apart", make)
 
 
 def join_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
@@ -66,16 +82,17 @@ def _pairs(setting: Setting, modes: Modes) -> list[list[_Pair]]:
     most_bytes = LARGEST_SHARE * sum(unit.gathered_bytes for unit in setting.units)
     units, joinable = setting.units, list[int]()
     for index in range(1, len(units) - 1):
-        mode, other = modes[index : index + 2]
-        if mode != other or "saves" in mode or not may_join(setting.profile, units, index):
+        mode, behind = modes[index], next_to(units, index)
+        if behind == len(units) or mode != modes[behind] or "saves" in mode:
             continue
-        if units[index].gathered_bytes + units[index + 1].gathered_bytes <= most_bytes:
+        fits = units[index].gathered_bytes + units[behind].gathered_bytes <= most_bytes
+        if fits and may_join(setting.profile, units, index):
             joinable.append(index)
-    structures = [(_structure(units[index]), _structure(units[index + 1])) for index in joinable]
+    structures = [(_structure(units[index]), _structure(units[next_to(units, index)])) for index in joinable]
     found: dict[tuple[object, ...], list[_Pair]] = {}
     taken: dict[tuple[object, ...], set[str]] = {}
     for index, kind in zip(joinable, kinds_or_parts(structures, joinable, len(units)), strict=True):
-        first, second, key = units[index], units[index + 1], (modes[index], kind)
+        first, second, key = units[index], units[next_to(units, index)], (modes[index], kind)
         if taken.setdefault(key, set()).isdisjoint({first.name, second.name}):
             taken[key] |= {first.name, second.name}
             found.setdefault(key, []).append((first.name, second.name))

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
+from lightning_osdp.assign.menu import subject_of
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.axes import DP, Treatment
 from lightning_osdp.core.units import UnitProfile, merged
@@ -119,7 +120,8 @@ def in_other_units(
 ) -> tuple[Setting, Modes] | None:
     """The setting in other units, which are made once, and their modes; None where there are no such units.
 
-    Units that have no namesake in the setting take their modes from ``changed``.
+    Units that have no namesake in the setting take their modes from ``changed``, as far as they may: what is frozen may
+    be resident, and no longer so in one unit with what is trained.
     """
 
     def settings() -> Iterator[Setting]:
@@ -132,7 +134,11 @@ def in_other_units(
         return None
     by_name = {unit.name: mode for unit, mode in zip(setting.units, modes, strict=True)} | dict(changed)
     (other,) = found
-    return other, tuple(DP if unit.is_root else by_name[unit.name] for unit in other.units)
+    subjects = (subject_of(unit, other, other.engine) for unit in other.units)
+    return other, tuple(
+        DP if unit.is_root else by_name[unit.name].within(subject)
+        for unit, subject in zip(other.units, subjects, strict=True)
+    )
 
 
 def _modules(setting: Setting) -> dict[str, None]:
