@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from benchmarks.families.base import Batch, Family
 from benchmarks.families.dense import TwoLayers
-from benchmarks.families.text import MinGPT, next_token_loss
+from benchmarks.families.text import LlamaLayer, LlamaLike, MinGPT, next_token_loss
 from examples.mingpt.model import Block, GPTConfig
 
 
@@ -66,22 +66,43 @@ class Adapted(nn.Module):
         return sum_
 
 
+def _adapt(model: nn.Module, kind: type[nn.Module]) -> None:
+    """Has adapters of all Linears in blocks of this kind trained, and nothing else."""
+    model.requires_grad_(False)
+    linears = [
+        (parent, name, child)
+        for block in model.modules()
+        if isinstance(block, kind)
+        for parent in block.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear)
+    ]
+    for parent, name, child in linears:
+        setattr(parent, name, Adapted(child))
+
+
 class Lora(MinGPT):
-    """A GPT of which adapters of all Linears in blocks are trained, and nothing else."""
+    """A GPT of which adapters are trained."""
 
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer)
-        self.requires_grad_(False)
-        linears = [
-            (parent, name, child)
-            for block in self.modules()
-            if isinstance(block, Block)
-            for parent in block.modules()
-            for name, child in parent.named_children()
-            if isinstance(child, nn.Linear)
-        ]
-        for parent, name, child in linears:
-            setattr(parent, name, Adapted(child))
+        _adapt(self, Block)
+
+
+class LlamaLora(LlamaLike):
+    """A decoder as Llama's are of which adapters are trained: as large as the GPT of 6 layers."""
+
+    vocabulary_size, length, num_layers, hidden_size, mlp_size = 256, 32, 6, 512, 1376
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        _adapt(self, LlamaLayer)
+
+
+class TinyLlamaLora(LlamaLora):
+    """In small."""
+
+    vocabulary_size, length, num_layers, hidden_size, mlp_size, num_heads, num_groups = 32, 16, 3, 32, 88, 4, 2
 
 
 def _gpt(
@@ -108,9 +129,11 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     "256 to 768": Growing,
     "128 to 512": Growing128To512,
     "6 x 512, LoRA": _gpt(6, 512, num_heads=8, sequence_length=32, kind=Lora),
+    "6 x 512 like Llama, LoRA": LlamaLora,
     "12 x 256, LoRA": _gpt(12, 256, num_heads=4, sequence_length=32, kind=Lora),
     **{f"2 Linears of {size}": partial(TwoLayers, size) for size in (1024, 2048, 4096, 8192, 12288)},
     "tiny": _gpt(3, 32, num_heads=2, vocabulary_size=32, sequence_length=16),
+    "tiny like Llama, LoRA": TinyLlamaLora,
     "tiny, LoRA": _gpt(3, 32, num_heads=2, vocabulary_size=32, sequence_length=16, kind=Lora),
 }
 """Models by layers x width, or by widths; the transformers have 10 to 38 million parameters, but for the last."""

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from benchmarks.families.base import Batch, Family
-from examples.mingpt.model import GPT, GPTConfig
+from examples.mingpt.model import GPT, Block, GPTConfig
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -50,6 +50,72 @@ class LargeVocabulary(MinGPT):
     """Embedding, head and logits outweigh the body by far."""
 
     config = GPTConfig(vocabulary_size=24000, sequence_length=32, num_layers=2, num_heads=2, hidden_size=64)
+
+
+class LlamaLayer(nn.Module):
+    """Attention with rotary positions and grouped keys and values, then a gated MLP: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_groups: int, mlp_size: int) -> None:
+        super().__init__()
+        self.head_size = hidden_size // num_heads
+        grouped_size = num_groups * self.head_size
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden_size), nn.RMSNorm(hidden_size)
+        self.query, self.output = (nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(2))
+        self.key, self.value = (nn.Linear(hidden_size, grouped_size, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(hidden_size, mlp_size, bias=False) for _ in range(2))
+        self.down = nn.Linear(mlp_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds to the residual stream."""
+        normed = self.attention_norm(x)
+        query, key, value = (
+            projected(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, h, T, D)
+            for projected in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(_rotated(query), _rotated(key), value, is_causal=True, enable_gqa=True)
+        x = x + self.output(mixed.transpose(1, 2).flatten(2))
+        normed = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Turns pairs of features by angles that grow with their position: (B, h, T, D) -> (B, h, T, D)."""
+    length, size = x.shape[-2:]
+    rates = 10000.0 ** (-torch.arange(0, size, 2, device=x.device) / size)
+    angles = torch.arange(length, device=x.device)[:, None] * rates  # (T, D / 2)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+BLOCKS = (Block, LlamaLayer)
+"""Modules that people make units of, or checkpoint."""
+
+
+class LlamaLike(Family):
+    """A decoder as Llama's are, without biases, and with a head of its own."""
+
+    vocabulary_size, length, num_layers, hidden_size, mlp_size, num_heads, num_groups = 512, 64, 4, 256, 688, 8, 2
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.tokens = nn.Embedding(self.vocabulary_size, self.hidden_size)
+        sizes = (self.hidden_size, self.num_heads, self.num_groups, self.mlp_size)
+        self.layers = nn.ModuleList(LlamaLayer(*sizes) for _ in range(self.num_layers))
+        self.norm = nn.RMSNorm(self.hidden_size)
+        self.head = nn.Linear(self.hidden_size, self.vocabulary_size, bias=False)
+
+    @override
+    def loss(self, batch: Batch) -> Tensor:
+        x = self.tokens(batch[0])  # (B, T, C)
+        for layer in self.layers:
+            x = layer(x)
+        return next_token_loss(self.head(self.norm(x)), batch[1])
+
+    @override
+    def draw(self, num_samples: int) -> Batch:
+        tokens = torch.randint(self.vocabulary_size, (num_samples, self.length + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class Encoder(Family):

@@ -33,19 +33,21 @@ def test_all_that_fit_take_part(name, tmp_path, capsys):
         contest = full.quick
         if not contest.rates_mbit:
             continue
-        (row,) = results[key]["rows"]
-        for limit in contest.limits:
-            assert named(row, contest.base, limit)
-            assert all(named(row, each, limit) for each in contest.spaces)
-        for entrant in row["entrants"]:
-            assert entrant["measured_s"] > 0
-            if entrant["limit"] is not None:
-                assert entrant["counted_bytes"] <= entrant["limit"] * row["base_bytes"] * 1.001
-            if entrant["predicted_bytes"] is not None:
-                assert 1 - TOO_LOW < entrant["predicted_bytes"] / entrant["counted_bytes"] < 1 + TOO_HIGH
-            if contest.division == "auto":
-                assert entrant["micro_batch_size"] * entrant["num_micro_batches"] == 2
-        assert all(target.is_met for target in targets([row], contest=contest))  # memory: links are not shaped
+        rows = results[key]["rows"]
+        assert len(rows) == len(contest.models)
+        for row in rows:
+            for limit in contest.limits:
+                assert named(row, contest.base, limit)
+                assert all(named(row, each, limit) for each in contest.spaces)
+            for entrant in row["entrants"]:
+                assert entrant["measured_s"] > 0
+                if entrant["limit"] is not None:
+                    assert entrant["counted_bytes"] <= entrant["limit"] * row["base_bytes"] * 1.001
+                if entrant["predicted_bytes"] is not None:
+                    assert 1 - TOO_LOW < entrant["predicted_bytes"] / entrant["counted_bytes"] < 1 + TOO_HIGH
+                if contest.division == "auto":
+                    assert entrant["micro_batch_size"] * entrant["num_micro_batches"] == 2
+        assert all(target.is_met for target in targets(rows, contest=contest))  # memory: links are not shaped
     printed = capsys.readouterr().out.splitlines()
     program.main(name, output=output, num_rounds=1, quick=True)  # goes on, and has nothing left to measure
     assert capsys.readouterr().out.splitlines() == [line for line in printed if ": Case(" not in line]

@@ -63,13 +63,20 @@ class Contest:
         """Contest of a tiny model on links that are not shaped, which takes a minute or two."""
         return replace(
             self,
-            models=("tiny, LoRA" if "LoRA" in self.models[0] else "tiny",),
+            models=tuple(dict.fromkeys(_tiny(model) for model in self.models)),
             num_ranks=2 * (self.node_size or 1),
             rates_mbit=(None,) if self.rates_mbit else (),
             rivals=self.rivals[:_NUM_QUICK_RIVALS],
             micro_batch_size=1,
             num_micro_batches=min(2, self.num_micro_batches),
         )
+
+
+def _tiny(model: str) -> str:
+    """Name of the smallest model of a kind."""
+    if "LoRA" not in model:
+        return "tiny"
+    return "tiny like Llama, LoRA" if "Llama" in model else "tiny, LoRA"
 
 
 BASE = Way(sharding="FULL_SHARD", is_fully_shard=True)
@@ -155,7 +162,7 @@ _ACCUMULATION = Contest(
     spaces={"OSDP": {"activations": ["keep"]}},
 )
 _LORA = Contest(
-    models=("6 x 512, LoRA",),
+    models=("6 x 512, LoRA", "6 x 512 like Llama, LoRA"),
     rates_mbit=(200.0,),
     limits=(1.5, 2.5, None),
     rivals=(BASE, KEPT, DDP, RESIDENT),
@@ -206,7 +213,7 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
         "auto": replace(_ACCUMULATION, division="auto"),
     },
     "lora": {
-        # adapters of rank 8 on a frozen GPT: 32 tokens a rank, then more
+        # adapters of rank 8 on a frozen GPT, and on one like Llama: 32 tokens a rank, then more
         "32 tokens": _LORA,
         "128 tokens": replace(_LORA, micro_batch_size=4),
         "four micro-batches": replace(_LORA, num_micro_batches=4),

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from typing_extensions import override
 
 from benchmarks.families import Family
+from benchmarks.families.text import BLOCKS
 from benchmarks.testbed.by_hand import gather_ahead, scatter_in_flight
 from benchmarks.testbed.plans import plan_of
-from examples.mingpt.model import Block
 from lightning_osdp.core.axes import ANYTHING, DP, HDP, HPZ, HSDP, NAMED_MODES, RESIDENT, ZDP, Treatment
 from lightning_osdp.core.plans import plan as plans
 from lightning_osdp.core.plans.plan import Plan
@@ -76,7 +76,7 @@ class Way:
             # on the instance, where Lightning finds it as if the class had it
             module.configure_model = partial(self._fully_shard, module, _mesh(world, nodes))  # type: ignore[method-assign]
             return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
-        policy = {Block} if self.recomputes else None
+        policy = {*BLOCKS} if self.recomputes else None
         return LightningFSDP(
             "_HYBRID_SHARD_ZERO2" if self.sharding == "HYBRID_SHARD_ZERO2" else self.sharding,
             auto_wrap_policy={self._kind},
@@ -99,7 +99,7 @@ class Way:
         (The root of FULL_SHARD is gathered in every micro-batch, the plan's only in the first one. DDP has no plan like
         it: of that for SHARD_GRAD_OP, only the micro-batches are its own.)
         """
-        mode, names = self._mode, [name for name, child in module.named_modules() if isinstance(child, self._kind)]
+        mode, names = self._mode, [name for name, child in module.named_modules() if isinstance(child, self._kinds)]
         slices = tuple(self.sharding.split()) if self._is_by_hand else (mode.name,)
         modes = {name: slices if f".{self.inside or ''}" in f".{name}" else (ZDP.name,) for name in names}
         if RESIDENT.name in slices:
@@ -118,7 +118,7 @@ class Way:
             forward_prefetch=self.is_ahead,
             asynchronous_unshard=self.is_ahead,
         )
-        blocks = [name for name, child in module.named_modules() if isinstance(child, Block) and self.recomputes]
+        blocks = [name for name, child in module.named_modules() if isinstance(child, BLOCKS) and self.recomputes]
         sync = "last" if num_micro_batches > 1 and not self.is_fully_shard else "every"
         return replace(
             plan,
@@ -130,8 +130,8 @@ class Way:
         )
 
     @property
-    def _kind(self) -> type[nn.Module]:
-        return nn.Linear if self.by_operator else Block
+    def _kinds(self) -> tuple[type[nn.Module], ...]:
+        return (nn.Linear,) if self.by_operator else BLOCKS
 
     @property
     def _is_by_hand(self) -> bool:
@@ -146,8 +146,8 @@ class Way:
         if isinstance(module, FSDPModule):
             return
         if self.recomputes:
-            apply_activation_checkpointing(module, check_fn=lambda child: isinstance(child, Block))
-        units = [child for child in module.modules() if isinstance(child, self._kind)]
+            apply_activation_checkpointing(module, check_fn=lambda child: isinstance(child, BLOCKS))
+        units = [child for child in module.modules() if isinstance(child, self._kinds)]
         for child in units:
             fully_shard(child, mesh=mesh, reshard_after_forward=not effects_of(self._mode).is_kept)
         fully_shard(module, mesh=mesh)
