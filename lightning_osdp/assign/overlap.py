@@ -15,6 +15,7 @@ from lightning_osdp.assign.paths import Path, Paths
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.solve import Solved, fill, solve, violated
 from lightning_osdp.core.axes import Treatment
+from lightning_osdp.engine import effects_of
 from lightning_osdp.simulation.clock import StepTime
 
 MAX_PATHS = 4
@@ -22,6 +23,9 @@ MAX_PATHS = 4
 
 MAX_SIMULATED_UNITS = 100_000
 """Units in all steps that the local search simulates: about half a second."""
+
+RESIDENT_UNITS = 4
+"""Units that one counts as where some may be resident: such steps take as many times longer to simulate."""
 
 MAX_STALLED = 8
 """Units for which computing waits longest, among which a move is looked for."""
@@ -80,7 +84,8 @@ class _Incumbent:
         self.setting, self.rooms, self.problem = setting, rooms, setting.costs.additive
         self.modes: Modes = self.problem.least_memory_modes
         self.time_s, self.stalls_s = setting.costs.clock.step(self.modes)
-        self.num_left = MAX_SIMULATED_UNITS // len(setting.units)
+        may_stay = any(effects_of(mode).is_resident for options in self.problem.options for mode in options)
+        self.num_left = MAX_SIMULATED_UNITS // (len(setting.units) * (RESIDENT_UNITS if may_stay else 1))
         self._simulated = {self.modes: StepTime(self.time_s, self.stalls_s)}
 
     def offer(self, modes: Modes, *, slack: float = -NO_GAIN) -> bool:
