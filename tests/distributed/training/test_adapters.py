@@ -183,4 +183,4 @@ def test_frozen_bytes_are_gathered_once_and_all_others_as_a_closed_form_has_them
         assert num_resident == num_frozen if share is None else 0 < num_resident < num_frozen
         assert share is not None or found["mixed"] == []
         assert max(found["lists"]) >= (4 if share is None else 2)
-        assert found["num_trained"] < 12  # 24 adapters
+        assert found["num_trained"] < (12 if share is None else 24)  # adapters
