@@ -75,7 +75,8 @@ class LlamaLayer(nn.Module):
         mixed = F.scaled_dot_product_attention(_rotated(query), _rotated(key), value, is_causal=True, enable_gqa=True)
         x = x + self.output(mixed.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        output: Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return output
 
 
 def _rotated(x: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class Way:
         policy = {*BLOCKS} if self.recomputes else None
         return LightningFSDP(
             "_HYBRID_SHARD_ZERO2" if self.sharding == "HYBRID_SHARD_ZERO2" else self.sharding,
-            auto_wrap_policy={self._kind},
+            auto_wrap_policy={*self._kinds},
             activation_checkpointing_policy=policy,
             device_mesh=None if nodes is None else _mesh(world, nodes),  # of a tuple Lightning makes one for CUDA
         )
