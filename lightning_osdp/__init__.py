@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from lightning_osdp.apply import apply_plan, change_plan
     from lightning_osdp.callbacks.peak import AllocatorPeaks
     from lightning_osdp.callbacks.plan_monitor import Measured, PlanMonitor
+    from lightning_osdp.loss import chunked_cross_entropy
     from lightning_osdp.profiler import ComputePrecision, Together, TrainingStep, measure_cluster, profile_model
     from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
 
@@ -63,6 +64,7 @@ _LATER = {
     "apply": ("apply_plan", "change_plan"),
     "callbacks.peak": ("AllocatorPeaks",),
     "callbacks.plan_monitor": ("Measured", "PlanMonitor"),
+    "loss": ("chunked_cross_entropy",),
     "profiler": ("ComputePrecision", "Together", "TrainingStep", "measure_cluster", "profile_model"),
     "strategy": ("OSDPPrecision", "OSDPStrategy"),
 }
@@ -148,6 +150,7 @@ __all__ = [
     "apply_plan",
     "change_plan",
     "chrome_trace",
+    "chunked_cross_entropy",
     "compare_plans",
     "draw_plan",
     "find_alternatives",

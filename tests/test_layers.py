@@ -172,6 +172,7 @@ def test_the_public_names_are_these():
         "apply_plan",
         "change_plan",
         "chrome_trace",
+        "chunked_cross_entropy",
         "compare_plans",
         "draw_plan",
         "find_alternatives",
