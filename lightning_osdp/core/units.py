@@ -152,7 +152,7 @@ def apart(profile: ModelProfile, units: Sequence[UnitProfile]) -> tuple[UnitProf
         bound = [operator.name for operator in unit.operators if operator.enclosing[0] != operator.name]
         around = {name for inner in bound for name in _ancestors(inner)}
         for operator in unit.operators:
-            leaves = not operator.num_trainable if unit.is_root else is_mixed
+            leaves = is_mixed or (unit.is_root and not operator.num_trainable)
             is_free = leaves and operator.name not in {*bound, *around}
             members.setdefault(operator.name if is_free else unit.name, []).append(operator)
     return _units(profile, members)

@@ -268,6 +268,11 @@ def test_what_is_frozen_is_no_unit_with_what_is_trained_where_modules_can_be_uni
         "h.0.down": ("h.0.down",),
         "g": ("g", "g.ln"),
     }
+    # the root, which is never resident, keeps nothing frozen, and what is trained only where nothing frozen was there
+    for names, expected in ((("a", "b"), ()), (("a",), ()), ((), ("a", "b"))):
+        small = model(*(operator(name, 10, frozen=name in names) for name in "ab"))
+        kept = contents(apart(small, partition(small, min_unit_bytes=20)))[""]
+        assert kept == expected
     trained = dataclasses.replace(held, num_trainable=2, gradient_bytes=8)
     profile = dataclasses.replace(profile, operators=(*profile.operators[:-2], trained))
     found = contents(apart(profile, partition(profile, min_unit_bytes=20)))
