@@ -160,7 +160,6 @@ def operands(*shapes):
         (aten.mm.default, [torch.ones(2, 3).to_sparse(), torch.ones(3, 4)], {}, False),
         (torch.ops.higher_order.cond, (), {}, False),
     ],
-    ids=str,
 )
 def test_heavy_operations_are_deterministic_and_return_tensors_of_their_own(function, args, kwargs, expected):
     assert is_heavy(function, args, kwargs) is expected
