@@ -70,7 +70,7 @@ def waits(node):
         return "copy" in given or not is_of_dtype(node)
     if name == "copy_":
         return given.get("non_blocking") != "True"
-    if name in {"log", "log_dict"}:  # Lightning makes tensors on the device of numbers
+    if name in {"log", "log_dict"} and ast.unparse(function) != "_log.log":  # Lightning makes tensors of numbers
         return len(node.args) > 1 and not ast.unparse(node.args[1]).startswith("torch.tensor(")
     return name in WAITING
 
