@@ -102,13 +102,20 @@ class KeptResults:
         on_difference: called where a result that was kept is not what running the operation again returns, as where
             the block writes to it past torch's version counters. Each is compared the first time that it would be
             handed back, and the new one is taken. None: nothing is compared.
+        on_keep: called with each tensor that is kept, when it is made.
 
     Attributes:
         is_refused: True to keep nothing any more, and to hand nothing back that was kept.
     """
 
-    def __init__(self, positions: Sequence[int], on_difference: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        positions: Sequence[int],
+        on_difference: Callable[[], None] | None = None,
+        on_keep: Callable[[Tensor], object] | None = None,
+    ) -> None:
         self.positions = frozenset(positions)
+        self.on_keep = on_keep
         self.is_refused = False
         self._on_difference = on_difference
         self._chosen: dict[bool, _Chosen] = {}
@@ -337,7 +344,11 @@ class _Keeping(_Watch):
     def run(self, place: _Place, func: Any, args: Any, kwargs: Any) -> Any:
         returned = func(*args, **kwargs)
         if self._is_chosen(place) and self.call.owner.is_kept(place):
-            self.call.results[place] = _Result.of(func, args, returned)
+            result = self.call.results[place] = _Result.of(func, args, returned)
+            on_keep = self.call.owner.on_keep
+            for value in result.values:
+                if on_keep is not None and isinstance(value, Tensor):
+                    on_keep(value)
         return returned
 
     def _is_chosen(self, place: _Place) -> bool:

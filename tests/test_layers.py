@@ -135,6 +135,7 @@ def test_the_public_names_are_these():
         "InfeasibleError",
         "Interconnect",
         "Interval",
+        "Level",
         "Link",
         "Links",
         "Machine",

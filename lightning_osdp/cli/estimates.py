@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from lightning_osdp.cli.answer import step_seconds
-from lightning_osdp.core.axes import ACTIVATION_CHOICES
+from lightning_osdp.core.axes import ACTIVATION_CHOICES, SELECTIVE
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -155,15 +155,16 @@ class Strategies:
     def __post_init__(self) -> None:
         for name, given, known in (
             ("strategy", self.strategies or (), (OSDP, *BY_HAND)),
-            ("activations", self.activations, ACTIVATION_CHOICES),
+            ("activations", self.activations, (*ACTIVATION_CHOICES, SELECTIVE)),
         ):
             wrong = [each for each in given if each not in known]
             if wrong or (name == "activations" and not given):
                 raise ConfigurationError(f"Expected {name} among {', '.join(known)}, got {', '.join(wrong) or 'none'}.")
-        if self.with_osdp and "keep" not in self.activations and len(self.activations) > 1:
+        is_one = len(self.activations) == 1 and SELECTIVE not in self.activations
+        if self.with_osdp and "keep" not in self.activations and not is_one:
             raise ConfigurationError(
-                f"Expected keep among activations, or one of them, got {', '.join(self.activations)}. Ask strategies"
-                " without OSDP, or once for each."
+                f"Expected keep among activations, or one of them that is not selective, got"
+                f" {', '.join(self.activations)}. Ask strategies without OSDP, or once for each."
             )
 
     @property

@@ -72,8 +72,9 @@ def estimate(
             adapters are trained, and all else is frozen.
         strategy: OSDP, FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or HYBRID_SHARD_ZERO2, several between commas; by
             default all of them.
-        activations: what blocks may do with what they save for backward, keep, recompute, offload or recompute_offload,
-            between commas; one alone is what all of them do.
+        activations: what blocks may do with what they save for backward, keep, recompute, offload, recompute_offload or
+            selective (recompute all but some results), between commas; one alone, but for the last, is what
+            all of them do.
         memory: limit of one rank, as in 70GiB; by default what the device has, less what is not for tensors.
         batch: samples per rank and micro-batch; by default those with the most samples/s.
         global_batch: samples of all ranks in an optimizer step, divided into the fastest micro-batches.

@@ -6,7 +6,7 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -269,8 +269,21 @@ SYNC_CHOICES = ("every", "last", "node")
 ACTIVATION_CHOICES = ("keep", "recompute", "offload", "recompute_offload")
 """Values of ``saves`` that treat all that a block saves alike, in the order in which they are offered."""
 
+SELECTIVE = "selective"
+"""Name by which all of `LEVELS` are offered."""
+
 KEEP = AXES["saves"].default
 """Value of ``saves`` with which a block does nothing of its own."""
+
+
+def values_of(activations: Iterable[str]) -> tuple[str, ...]:
+    """Values of ``saves`` that these names offer.
+
+    Example:
+        >>> values_of(("keep", "selective"))
+        ('keep', 'selective_1', 'selective_2', 'selective_3', 'selective_4')
+    """
+    return tuple(value for name in activations for value in (LEVELS if name == SELECTIVE else (name,)))
 
 
 def named(*names: str, reduce: str = "every") -> tuple[Treatment, ...]:

@@ -177,19 +177,34 @@ class Crossing(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Level:
+    """One of `LEVELS` of a block."""
+
+    kept: tuple[int, ...]
+    """Results that stay from forward to backward: positions, from 0 and ascending, among the block's heavy operations
+    in the order in which its forward dispatches them, see `recomputation.is_heavy`."""
+    rerun_s: Affine = ZERO
+    """Seconds of what runs again, and of keeping and finding the results."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BlockProfile:
     """A module that need not keep what it saves for backward; forward calls it once."""
 
     name: str
     span: Span
     segments: Mapping[str, tuple[Segment, ...]]
-    """The block's segments if this block alone makes a choice, by choice of `ACTIVATION_CHOICES` without ``keep``."""
+    """The block's segments if this block alone makes a choice, by value of ``saves`` without ``keep``."""
     rerun_s: Affine = ZERO
     """Seconds of the part of the block's forward that runs again where the block recomputes."""
     reruns_early: bool = False
     """Value of `Rerun.is_early` where the block runs again."""
     copied_bytes: Mapping[str, Affine] = field(default_factory=dict)
     """Bytes that go to host memory in forward and come back in backward, by choice."""
+    levels: Mapping[str, Level] = field(default_factory=dict)
+    """Levels of the block by value of ``saves``; equal blocks have equal ones."""
+    level_gap: float = 0.0
+    """Fraction of `rerun_s` beyond which no mixture of other levels saves more seconds, for the same bytes."""
     borrowed_bytes: Affine = ZERO
     """Bytes that the block's backward needs if the block keeps its activations, and that blocks before save if they
     keep theirs."""

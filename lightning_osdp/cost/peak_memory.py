@@ -233,7 +233,7 @@ def step_memory(step: Step, *, activations: Sequence[str] = (KEEP,), engine: FSD
     moments: dict[int, Moment] = {}
     update: Moment | None = None
     for choice in activations if any(saved) else activations[:1]:
-        chosen = with_activations(profile, {unit.name: choice for unit in units if _may(unit, choice)})
+        chosen = with_activations(profile, _all_alike(units, choice, dict(zip(order, saved, strict=True))))
         found, update = largest_moments(replace(step, profile=chosen), engine)
         before = list(accumulate((each.get(choice, 0.0) for each in saved), initial=0.0))
         for k, moment in found.items():
@@ -296,6 +296,15 @@ def _copied(step: Step, activations: Sequence[str]) -> Iterator[float]:
     for unit in step.units:
         if unit.block is not None:
             yield max(block_effects(unit.block, choice).copied_bytes.at(samples) for choice in activations)
+
+
+def _all_alike(units: Sequence[UnitProfile], choice: str, saved: Mapping[int, Mapping[str, float]]) -> dict[str, str]:
+    """Blocks -> this choice, or the one that saves least where a block has no such choice."""
+    return {
+        unit.name: choice if choice == KEEP or _may(unit, choice) else min(of, key=of.__getitem__)
+        for index, unit in enumerate(units)
+        if (of := saved.get(index))
+    }
 
 
 def _may(unit: UnitProfile, choice: str) -> bool:

@@ -26,7 +26,7 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
 
     Args:
         profile: the model with blocks that keep what they save.
-        activations: block -> one of `ACTIVATION_CHOICES`.
+        activations: block -> value of ``saves``.
 
     Raises:
         ConfigurationError: there is no such block, or this choice was not profiled for it.
@@ -45,7 +45,7 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
         segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) : first]]
         effects = block_effects(block, choice)
         inside = [_beginning_with_less(segment, fewer) for segment in block.segments[choice]]
-        segments += list(_with_recomputed(profile, block.span, inside)) if effects.reruns else inside
+        segments += list(_with_recomputed(profile, block, choice, inside)) if effects.reruns else inside
         fewer += freed_bytes(profile, block, choice)
         if effects.reruns:
             segments[last] = replace(segments[last], backward_s=segments[last].backward_s + effects.rerun_s)
@@ -69,17 +69,27 @@ def _outermost(rerun: Mapping[str, Rerun]) -> dict[str, Rerun]:
     return outer
 
 
-def _with_recomputed(profile: ModelProfile, span: Span, segments: Sequence[Segment]) -> Iterator[Segment]:
-    """Segments of a block that runs again, with the bytes that they make again; the block's inputs are not made."""
-    first, last = span
+def _with_recomputed(
+    profile: ModelProfile, block: BlockProfile, choice: str, segments: Sequence[Segment]
+) -> Iterator[Segment]:
+    """Segments of a block that runs again, with the bytes that they make again.
+
+    The block's inputs are not made, nor are results that a level keeps.
+    """
+    first, last = block.span
     inputs = [ZERO] * (last + 1 - first)
     for crossing in profile.crossings:
         saver = crossing.savers.get(KEEP, (-1,))[0]
-        if first <= saver <= last and any(first <= index <= last for index in crossing.savers.get("recompute", ())):
+        if first <= saver <= last and any(first <= index <= last for index in crossing.savers.get(choice, ())):
             inputs[saver - first] += crossing.num_bytes
+    all_again = block.segments.get("recompute", segments) if choice in block.levels else segments
     before = ZERO
-    for segment, kept, given in zip(segments, profile.segments[first : last + 1], inputs, strict=True):
+    for segment, kept, again, given in zip(
+        segments, profile.segments[first : last + 1], all_again, inputs, strict=True
+    ):
         made = kept.saved_bytes - given
+        if choice in block.levels:
+            made = made.less(segment.saved_bytes.less(again.saved_bytes))
         yield replace(segment, made_again_bytes=made, made_before_bytes=before)
         before += made
 

@@ -159,11 +159,14 @@ class BlockEffects(NamedTuple):
 
 
 _RERUNS = frozenset({"recompute", "recompute_offload"})
-"""Values of ``saves`` with which a block runs its forward again; which of them copy, and how much, is profiled."""
+"""Values of ``saves`` with which a block runs its forward again, beside its levels; which of them copy, and how much,
+is profiled."""
 
 
 def block_effects(block: BlockProfile, choice: str) -> BlockEffects:
     """Effects of a value of ``saves``."""
+    if choice in block.levels:
+        return BlockEffects(True, block.levels[choice].rerun_s, ZERO)
     reruns = choice in _RERUNS
     return BlockEffects(reruns, block.rerun_s if reruns else ZERO, block.copied_bytes.get(choice, ZERO))
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import SELECTIVE, values_of
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
@@ -24,6 +25,7 @@ from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.profile_parts import (
     bytes_of,
+    levels_of_blocks,
     profile_blocks,
     profile_crossings,
     profile_operators,
@@ -31,12 +33,12 @@ from lightning_osdp.profiler.profile_parts import (
     profile_segments,
     traced_choices,
 )
-from lightning_osdp.profiler.rerun_time import block_operations
+from lightning_osdp.profiler.rerun_time import Again, LevelOverhead, level_overhead, work_of_blocks
 from lightning_osdp.profiler.step.run_step import StepRunner, as_eager, loss_in, note_on_compiled
 from lightning_osdp.profiler.step.snapshot import iterators_in, tensors_in, untouched
 from lightning_osdp.profiler.step_time import Seconds, Together, alone, time_step
 from lightning_osdp.profiler.tracing.operators import check_parameters, find_operators, fingerprint
-from lightning_osdp.profiler.tracing.trace import Trace, trace_step
+from lightning_osdp.profiler.tracing.trace import Trace, trace_step, with_levels
 
 _log = logging.getLogger(__name__)
 
@@ -120,14 +122,22 @@ def profile_model(
         seconds_of = cache(partial(replayed_s, device=device) if rates is None else partial(roofline_s, rates=rates))
         is_run = not step.is_meta and rates is None
         seconds = _seconds(step, trace, seconds_of, together, progress, is_run=is_run)
-        again = _shares_again(step, trace, seconds, seconds_of)
+        again = _again(step, trace, seconds, seconds_of, with_results=SELECTIVE in activations)
+        operators = find_operators(module, trace.calls)
+        segments, levels = profile_segments(operators, trace, seconds), {}
+        if SELECTIVE in activations and again:
+            # by the rates of another device nothing is timed: its host is taken to be ahead
+            overhead = level_overhead() if rates is None else LevelOverhead(0.0, 0.0)
+            has_device = device.type != "cpu"
+            levels = levels_of_blocks(trace, segments, again[batch_size], batch_size, overhead, has_device=has_device)
+            progress("tracing levels of recomputation", "")
+            trace = with_levels(step, trace, {name: of.kept for name, of in levels.items()})
     progress("profiling the optimizer", "")
     with untouched(module):
         optimizer, optimized = profile_optimizers(
             module, training.optimizers or configured_optimizers, device, rates=rates
         )
-    operators = find_operators(module, trace.calls)
-    segments, crossings = profile_segments(operators, trace, seconds), profile_crossings(trace)
+    crossings = profile_crossings(trace)
     may_be_units = {name for operator in operators for name in (operator.name, *operator.enclosing) if name}
     return ModelProfile(
         operators=profile_operators(module, operators, trace, optimized, precision),
@@ -138,7 +148,7 @@ def profile_model(
             for name, spans in trace.calls.spans.items()
             if name in may_be_units
         },
-        blocks=profile_blocks(trace, segments, crossings, activations, again),
+        blocks=profile_blocks(trace, segments, crossings, values_of(activations), again=again, levels=levels),
         crossings=crossings,
         rerun=profile_reruns(trace, may_be_units),
         fingerprint=fingerprint(module),
@@ -210,20 +220,22 @@ def _seconds(
     return by_size
 
 
-def _shares_again(
-    step: StepRunner, trace: Trace, sizes: Iterable[int], seconds_of: Callable[[Operation], float]
-) -> dict[int, dict[str, tuple[float, ...]]]:
-    """Fractions of forward that each block runs again where it recomputes, by its segments, for each number of samples.
+def _again(
+    step: StepRunner,
+    trace: Trace,
+    sizes: Iterable[int],
+    seconds_of: Callable[[Operation], float],
+    *,
+    with_results: bool,
+) -> dict[int, dict[str, Again]]:
+    """Work of each block that recomputes, for each number of samples.
 
     Empty where no block recomputes, and where operations cannot be timed one by one: all of forward is then taken.
     """
     if "recompute" not in trace.saving_less:
         return {}
     try:
-        return {
-            size: {name: each.shares_again(seconds_of) for name, each in block_operations(step, trace, size).items()}
-            for size in sizes
-        }
+        return {size: work_of_blocks(step, trace, size, seconds_of, with_results=with_results) for size in sizes}
     except Exception as error:
         if not (isinstance(error, UntraceableError) or is_out_of_memory(error)):
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
@@ -167,11 +167,11 @@ class OperationRecorder(TorchDispatchMode):
                 results=tuple(Operand.describe(tensor) for tensor in made),
                 flops=0 if formula is None else int(formula(*args, **kwargs, out_val=result)),
             )
-            self.note(self._segment(), operation)
+            self.note(self._segment(), operation, args, kwargs)
         return result
 
-    def note(self, segment: int, operation: Operation) -> None:
-        """Counts one call."""
+    def note(self, segment: int, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Counts one call, which took these arguments."""
         self.operations.setdefault(segment, Counter())[operation] += 1
 
 

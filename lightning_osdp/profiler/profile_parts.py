@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_osdp.core.affine import ZERO, Affine
+from lightning_osdp.core.axes import LEVELS, SELECTIVE
 from lightning_osdp.core.profile import (
     BlockProfile,
     Crossing,
     Cut,
+    Level,
     OperatorProfile,
     ParameterProfile,
     Rerun,
@@ -23,11 +25,13 @@ from lightning_osdp.core.profile import (
 )
 from lightning_osdp.profiler.optimizer import OptimizedParameter
 from lightning_osdp.profiler.precision import ComputePrecision
+from lightning_osdp.profiler.rerun_time import Again, LevelOverhead
 from lightning_osdp.profiler.step_time import Seconds
 from lightning_osdp.profiler.tracing.calls import Flow
 from lightning_osdp.profiler.tracing.operators import Operator
 from lightning_osdp.profiler.tracing.saved_bytes import Activations
 from lightning_osdp.profiler.tracing.trace import Trace
+from lightning_osdp.search.levels import Result, find_levels
 from lightning_osdp.splitting import cut_dims, splittable
 
 _WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes", "rerun_workspace_bytes")
@@ -183,7 +187,7 @@ def _saved_before(trace: Trace) -> list[dict[int, int]]:
 
 def traced_choices(choices: Sequence[str]) -> tuple[str, ...]:
     """Choices of activations that have to be traced to know the bytes of all given ones."""
-    wanted = {choice.removesuffix("_offload") for choice in choices}
+    wanted = {"recompute" if choice == SELECTIVE else choice.removesuffix("_offload") for choice in choices}
     return tuple(choice for choice in ("recompute", "offload") if choice in wanted)
 
 
@@ -192,18 +196,29 @@ def profile_blocks(
     segments: Sequence[Segment],
     crossings: Sequence[Crossing],
     choices: Sequence[str],
-    again: Mapping[int, Mapping[str, Sequence[float]]],
+    *,
+    again: Mapping[int, Mapping[str, Again]],
+    levels: Mapping[str, BlockLevels],
 ) -> tuple[BlockProfile, ...]:
     """Blocks of a trace; ``segments`` are those of the model in which all blocks keep what they save.
 
-    ``again`` are fractions of forward that run again, by number of samples, block, and segment of the block; empty: all
-    of it does.
+    Args:
+        trace: with the levels that it has been followed at.
+        segments: of the model in which all blocks keep what they save.
+        crossings: tensors that blocks get or return.
+        choices: values of ``saves`` to profile.
+        again: work of blocks that recompute, by number of samples; empty: all of forward runs again.
+        levels: of each block that has any.
     """
     profiles, before = [], _saved_before(trace)
     for name, (first, last) in trace.blocks.items():
         kept = segments[first : last + 1]
+        found = levels.get(name, BlockLevels((), 0.0, 0.0))
+        own = dict(zip(LEVELS, found.kept, strict=False))
         ways = {
-            choice: _saving_less(kept, traced, first, before[first]) for choice, traced in trace.saving_less.items()
+            choice: _saving_less(kept, traced, first, before[first])
+            for choice, traced in trace.saving_less.items()
+            if choice not in LEVELS or choice in own
         }
         copied = {"offload": _saved(kept)} if "offload" in ways else {}
         if "recompute" in ways and "recompute_offload" in choices:
@@ -211,13 +226,22 @@ def profile_blocks(
             ways["recompute_offload"] = _with_inputs_away(ways["recompute"])
         ways = {choice: way for choice, way in ways.items() if choice in choices}
         if ways:
+            by_size = {size: of_blocks[name] for size, of_blocks in again.items()}
             reruns = [parts[last].rerun for parts in trace.saving_less.get("recompute", {}).values()]
             profiles.append(
                 BlockProfile(
                     name=name,
                     span=(first, last),
                     segments=ways,
-                    rerun_s=_rerun_s(kept, {size: shares[name] for size, shares in again.items()}),
+                    rerun_s=_rerun_s(kept, by_size),
+                    levels={
+                        level: Level(
+                            kept=positions, rerun_s=_rerun_s(kept, by_size, positions) + Affine(found.overhead_s)
+                        )
+                        for level, positions in own.items()
+                        if level in ways
+                    },
+                    level_gap=found.gap if any(level in ways for level in own) else 0.0,
                     reruns_early=any(each is not None and each.is_early for each in reruns),
                     copied_bytes=copied,
                     borrowed_bytes=_borrowed(crossings, (first, last)),
@@ -226,16 +250,64 @@ def profile_blocks(
     return tuple(profiles)
 
 
-def _rerun_s(segments: Sequence[Segment], shares: Mapping[int, Sequence[float]]) -> Affine:
-    """Seconds of a block's second forward, from the fractions of its segments that run again, by number of samples."""
-    if not shares:
+def _rerun_s(segments: Sequence[Segment], again: Mapping[int, Again], kept: Collection[int] = ()) -> Affine:
+    """Seconds of a block's second forward with results kept at these positions, from its work by number of samples."""
+    if not again:
         return sum((segment.forward_s for segment in segments), ZERO)
-    return _affine(
-        {
-            size: sum(segment.forward_s.at(size) * share for segment, share in zip(segments, each, strict=True))
-            for size, each in shares.items()
-        }
-    )
+    return _affine({size: _rerun_s_at(segments, size, work, kept) for size, work in again.items()})
+
+
+def _rerun_s_at(segments: Sequence[Segment], size: int, work: Again, kept: Collection[int]) -> float:
+    forward_s = [segment.forward_s.at(size) for segment in segments]
+    saved_s = sum(forward_s[work.results[each].segment] * work.results[each].share for each in kept)
+    again_s = sum(seconds * share for seconds, share in zip(forward_s, work.shares, strict=True))
+    return max(0.0, again_s - saved_s)
+
+
+class BlockLevels(NamedTuple):
+    """`Levels` of a block, and seconds that any of them takes beside what runs again."""
+
+    kept: tuple[tuple[int, ...], ...]
+    gap: float
+    overhead_s: float
+
+
+def levels_of_blocks(
+    trace: Trace,
+    segments: Sequence[Segment],
+    again: Mapping[str, Again],
+    size: int,
+    overhead: LevelOverhead,
+    *,
+    has_device: bool,
+) -> dict[str, BlockLevels]:
+    """Levels of each block of a trace, from its work with ``size`` samples; blocks that do the same have the same.
+
+    ``has_device`` says that the host does not compute itself.
+    """
+    found: dict[Hashable, BlockLevels] = {}
+    for name, (first, last) in trace.blocks.items():
+        work = again[name]
+        if work.kind not in found:
+            own = segments[first : last + 1]
+            kept_bytes, least_bytes = (
+                sum(part.saved_bytes for part in of[size][first : last + 1])
+                for of in (trace.activations, trace.saving_less["recompute"])
+            )
+            computing_s = sum((segment.forward_s + segment.backward_s).at(size) for segment in own)
+            overhead_s = overhead.seconds(work.num_operations, computing_s if has_device else 0.0)
+            levels = find_levels(
+                [
+                    Result(own[each.segment].forward_s.at(size) * each.share, float(each.num_bytes))
+                    for each in work.results
+                ],
+                nothing_s=_rerun_s_at(own, size, work, ()),
+                everything_bytes=float(kept_bytes - least_bytes),
+                overhead_s=overhead_s,
+                most=len(LEVELS),
+            )
+            found[work.kind] = BlockLevels(*levels, overhead_s)
+    return {name: found[again[name].kind] for name in trace.blocks}
 
 
 def profile_reruns(trace: Trace, may_be_units: Collection[str]) -> dict[str, Rerun]:

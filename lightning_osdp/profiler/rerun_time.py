@@ -1,4 +1,4 @@
-"""Operations of blocks, and how much of a block's forward checkpointing runs again in backward.
+"""Operations of blocks: how much of a block's forward checkpointing runs again, and which results are worth keeping.
 
 torch's non-reentrant checkpoint runs forward again as far as the last tensor that forward has saved. All that follows
 runs once, such as a block's last matrix product and its sum with the residual, which save nothing of their results.
@@ -10,20 +10,93 @@ References:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_osdp.core.profile import Span
+from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.operation_time import Operation, OperationRecorder
 from lightning_osdp.profiler.step.run_step import StepRunner
 from lightning_osdp.profiler.tracing.calls import Position, followed
 from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
 from lightning_osdp.profiler.tracing.trace import Trace, find_blocks
+from lightning_osdp.recomputation import KeptResults, is_heavy
+
+_NUM_PRODUCTS, _NUM_BETWEEN = 7, 5
+"""Products of a block whose overhead is measured, and operations after each: about those of a Llama block."""
+_REPEATS, _BUDGET_S = 50, 0.5
+
+
+class HeavyResult(NamedTuple):
+    """Result of a heavy operation that runs again where its block recomputes."""
+
+    segment: int
+    """Segment of the operation, counted from the block's first."""
+    share: float
+    """Fraction of the segment's forward seconds that the operation takes."""
+    num_bytes: int
+
+
+class Again(NamedTuple):
+    """Work of a block that recomputes."""
+
+    kind: Hashable
+    """Equal for blocks that do the same; None where nobody asks."""
+    shares: tuple[float, ...]
+    """Fractions of the forward seconds of each segment of the block that running again takes."""
+    results: tuple[HeavyResult, ...]
+    """By position: the first heavy operations of the block. Those behind its last saved tensor do not run again."""
+    num_operations: int
+    """Operations of a forward of the block."""
+
+
+class LevelOverhead(NamedTuple):
+    """Seconds of the host for each operation of a block's forward, with its second run and its backward."""
+
+    plain_s: float
+    """Where the block recomputes everything."""
+    more_s: float
+    """Seconds beyond those for finding kept results and handing them back."""
+
+    def seconds(self, num_operations: int, computing_s: float = 0.0) -> float:
+        """Seconds by which a block with so many operations is slower for keeping some results.
+
+        The host works while a device computes for ``computing_s``; where the host computes itself, that is 0.
+        """
+        hidden_s = max(0.0, computing_s - self.plain_s * num_operations)
+        return max(0.0, self.more_s * num_operations - hidden_s)
+
+
+def level_overhead() -> LevelOverhead:
+    """Overhead on this machine, of products and functions between them on tensors of a few elements."""
+    weight, given = torch.full((2, 2), 0.5), torch.ones(2, 2, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        for _ in range(_NUM_PRODUCTS):
+            x = x @ weight
+            for _ in range(_NUM_BETWEEN):
+                x = torch.tanh(x)
+        return x
+
+    def step(contexts: Mapping[str, Any]) -> None:
+        torch.autograd.grad(checkpoint(run, given, use_reentrant=False, **contexts).sum(), given)
+
+    kept = {"context_fn": KeptResults(range(_NUM_PRODUCTS)).contexts}
+    with torch.enable_grad():
+        plain_s, level_s = (
+            fastest_s(partial(step, contexts), torch.device("cpu"), repeats=_REPEATS, num_calls=1, budget_s=_BUDGET_S)
+            for contexts in ({}, kept)
+        )
+    num_operations = _NUM_PRODUCTS * (1 + _NUM_BETWEEN)
+    return LevelOverhead(plain_s / num_operations, max(0.0, level_s - plain_s) / num_operations)
 
 
 @dataclass(frozen=True)
@@ -34,13 +107,39 @@ class BlockOperations:
     """Each with its segment."""
     num_again: int
     """Number of the first operations that checkpointing runs again."""
+    heavy: tuple[int, ...]
+    """Places of heavy operations, see `recomputation.is_heavy`."""
     span: Span
     """Segments of the block, of the model that was followed."""
     by_segment: Mapping[int, Counter[Operation]]
     """All operations of the model's forward, those outside of the block included."""
 
-    def shares_again(self, seconds_of: Callable[[Operation], float]) -> tuple[float, ...]:
-        """Fractions of the forward seconds of each segment of the block that its running again takes."""
+    @property
+    def kind(self) -> Hashable:
+        """Equal for blocks that do the same."""
+        operations = tuple((segment - self.span[0], operation) for segment, operation in self.operations)
+        return operations, self.num_again, self.heavy
+
+    def again(self, seconds_of: Callable[[Operation], float], *, with_results: bool = False) -> Again:
+        """Fractions of forward that the block runs again, and results of heavy operations only where they are asked."""
+        heavy = [place for place in self.heavy if place < self.num_again] if with_results else []
+        results = (self.operations[place] for place in heavy)
+        return Again(
+            self.kind if with_results else None,
+            self._shares(seconds_of),
+            tuple(
+                HeavyResult(
+                    max(0, segment - self.span[0]),
+                    seconds_of(operation) / _total_s(self.by_segment[segment], seconds_of),
+                    sum(result.num_bytes for result in operation.results),
+                )
+                for segment, operation in results
+            ),
+            len(self.operations),
+        )
+
+    def _shares(self, seconds_of: Callable[[Operation], float]) -> tuple[float, ...]:
+        """`Again.shares`."""
         again: dict[int, Counter[Operation]] = {}
         for segment, operation in self.operations[: self.num_again]:
             again.setdefault(segment, Counter())[operation] += 1
@@ -50,10 +149,20 @@ class BlockOperations:
             every, part = (of.get(segment, Counter[Operation]()) for of in (self.by_segment, again))
             if part == every:
                 return 1.0
-            part_s, every_s = (sum(count * seconds_of(each) for each, count in of.items()) for of in (part, every))
-            return part_s / every_s if every_s > 0 else 1.0
+            every_s = _total_s(every, seconds_of)
+            return _total_s(part, seconds_of) / every_s if every_s > 0 else 1.0
 
         return tuple(map(share, range(first, last + 1)))
+
+
+def work_of_blocks(
+    step: StepRunner, trace: Trace, size: int, seconds_of: Callable[[Operation], float], *, with_results: bool
+) -> dict[str, Again]:
+    """Work of each block of a trace where it recomputes ``size`` samples."""
+    operations = block_operations(step, trace, size)
+    once = {id(each): each for each in operations.values()}  # of many equal blocks a few are followed
+    works = {key: each.again(seconds_of, with_results=with_results) for key, each in once.items()}
+    return {name: works[id(each)] for name, each in operations.items()}
 
 
 def block_operations(step: StepRunner, trace: Trace, size: int) -> dict[str, BlockOperations]:
@@ -74,7 +183,13 @@ def block_operations(step: StepRunner, trace: Trace, size: int) -> dict[str, Blo
         with saved_tensors_hooks(recorder.keep, lambda packed: packed):
             run()
     found = {
-        span[0]: BlockOperations(tuple(recorder.of_blocks[name]), recorder.num_again[name], span, recorder.operations)
+        span[0]: BlockOperations(
+            operations=tuple(recorder.of_blocks[name]),
+            num_again=recorder.num_again[name],
+            heavy=tuple(recorder.heavy[name]),
+            span=span,
+            by_segment=recorder.operations,
+        )
         for name, span in followed_blocks.items()
     }
     return {name: found[places[first]] for name, (first, _) in trace.blocks.items()}
@@ -89,11 +204,12 @@ class _BlockRecorder(OperationRecorder):
         self.of_blocks: dict[str, list[tuple[int, Operation]]] = {}
         self.num_again: dict[str, int] = {}
         """Block -> number of its operations before it saved its last tensor."""
+        self.heavy: dict[str, list[int]] = {}
 
     def enter(self, name: str, *_: object) -> None:
         """Hook before a block."""
         self._inside = name
-        self.of_blocks[name], self.num_again[name] = [], 0
+        self.of_blocks[name], self.num_again[name], self.heavy[name] = [], 0, []
 
     def leave(self, *_: object) -> None:
         """Hook behind a block."""
@@ -106,7 +222,13 @@ class _BlockRecorder(OperationRecorder):
         return tensor.detach()
 
     @override
-    def note(self, segment: int, operation: Operation) -> None:
-        super().note(segment, operation)
+    def note(self, segment: int, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        super().note(segment, operation, args, kwargs)
         if self._inside is not None:
+            if is_heavy(operation.function, args, kwargs):
+                self.heavy[self._inside].append(len(self.of_blocks[self._inside]))
             self.of_blocks[self._inside].append((segment, operation))
+
+
+def _total_s(operations: Mapping[Operation, int], seconds_of: Callable[[Operation], float]) -> float:
+    return sum(count * seconds_of(each) for each, count in operations.items())

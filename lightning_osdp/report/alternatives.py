@@ -19,7 +19,7 @@ from lightning_osdp.core.text.nearest import nearest
 from lightning_osdp.engine import effects_of, engine_of
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.sentences import is_inside, name_treatment
-from lightning_osdp.simulation import planned_step, simulate
+from lightning_osdp.simulation import planned_activations, planned_step, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Alternative:
     sync: str
     """Micro-batches that reduce the unit's gradients: ``every`` or ``last``."""
     activations: str
-    """Value of ``saves`` of the operator's block, one of `ACTIVATION_CHOICES`."""
+    """Value of ``saves`` of the operator's block."""
     step_time_s: float
     """Seconds of one optimizer step."""
     peak_bytes: int
@@ -92,16 +92,17 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
     unit = _unit_of(plan, operator)
     blocks = [block for block in profile.blocks if is_inside(operator, [block.name])]
     block = blocks[0].name if blocks else ""
-    planned = {each.name: each.activations for each in plan.blocks}.get(block, KEEP)
+    planned = planned_activations(plan, profile).get(block, KEEP)
     space = plan.search_space
-    usual = {*SearchSpace().activations, *space.activations, *(each.activations for each in plan.blocks)}
+    usual = {*SearchSpace().saves, *space.saves, *(each.activations for each in plan.blocks)}
     choices = [KEEP, *(choice for choice in blocks[0].segments if choice in usual)] if blocks else [KEEP]
 
     def simulated(changed: Unit, choice: str) -> Alternative:
         units = tuple(changed if each is unit else each for each in plan.units)
         others = tuple(each for each in plan.blocks if each.name != block)
         treatment = Treatment(saves=choice)
-        chosen = (*others, Block(name=block, treatment=treatment)) if treatment else others
+        kept = blocks[0].levels[choice].kept if blocks and choice in blocks[0].levels else ()
+        chosen = (*others, Block(name=block, treatment=treatment, kept=kept)) if treatment else others
         estimate = simulate(replace(plan, units=units, blocks=chosen), profile, cluster)
         words = [*name_treatment(changed).split("\n"), choice]
         return Alternative(
@@ -112,9 +113,7 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
             step_time_s=estimate.time_s,
             peak_bytes=estimate.peak.peak_bytes,
             spare_bytes=plan.memory_limit_bytes - estimate.peak.peak_bytes,
-            is_offered={*changed.modes} <= {*space.modes}
-            and changed.sync in space.sync
-            and choice in space.activations,
+            is_offered={*changed.modes} <= {*space.modes} and changed.sync in space.sync and choice in space.saves,
         )
 
     ways = product(_treatments(plan, unit, profile, cluster), choices)

@@ -40,7 +40,11 @@ KINDS = {
     HDP.name: ("#2E8B57", "HDP: in the node, gathered once, kept"),
 }
 """Colour and words of units."""
-HATCHES = {"recompute": ("////", "blocks in it recompute"), "offload": ("\\\\\\\\", "blocks in it offload")}
+HATCHES = {
+    "recompute": ("////", "blocks in it recompute"),
+    "selective": ("//..", "blocks in it recompute in part"),
+    "offload": ("\\\\\\\\", "blocks in it offload"),
+}
 """Lines across units, and words; both lines where blocks recompute and offload their inputs."""
 STATES = ("parameter shards", "optimizer state", "buffers", "workspaces of libraries", "batch")
 GRADIENTS = ("reduced gradients", "accumulated gradients", "unsharded gradients")
@@ -175,7 +179,8 @@ def _draw_units(axes: Axes, plan: Plan) -> None:
     axes.spines[:].set_visible(False)
     used = {"root", ZDP.name, DP.name, *(mode for unit in units for mode in unit.modes)}
     handles = [Patch(facecolor=colour, label=words) for kind, (colour, words) in KINDS.items() if kind in used]
-    for lines, words in HATCHES.values() if plan.blocks else ():
+    chosen = {choice for unit in units for choice in _choices(unit, plan)}
+    for lines, words in (HATCHES[choice] for choice in HATCHES if choice in chosen):
         handles.append(Patch(facecolor="white", edgecolor="black", hatch=lines, label=words))
     heading = f"Units in forward order, as wide as they are large ({format_bytes(total)})"
     axes.legend(handles=handles, title=heading, ncols=len(handles), **_LEGEND)

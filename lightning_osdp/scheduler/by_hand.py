@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from lightning_osdp.assign import Setting, assignment_of, block_units
-from lightning_osdp.core.axes import DP, HDP, HSDP, KEEP, ZDP, modes_of
+from lightning_osdp.core.axes import DP, HDP, HSDP, KEEP, LEVELS, ZDP, modes_of, values_of
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
@@ -28,6 +28,7 @@ _WAYS = {
     "recompute": ", checkpointing",
     "offload": ", offloading activations",
     "recompute_offload": ", checkpointing, offloading inputs",
+    **{value: f", selective checkpointing {number}" for number, value in enumerate(LEVELS, start=1)},
 }
 """Value of ``saves`` of all blocks -> how a name then goes on."""
 _ENGINE = FSDP2(asynchronous_unshard=False)
@@ -95,7 +96,7 @@ def made_by_hand(
             nodes = "" if name not in BY_HAND else " on one node, or on nodes of one rank"
             raise ConfigurationError(f"Expected one of {', '.join(offered)}, got {name!r}{nodes}.")
     found = []
-    for name, choice in product(offered if names is None else names, activations):
+    for name, choice in product(offered if names is None else names, values_of(activations)):
         blocks = {block.name: choice for block in profile.blocks if choice in block.segments}
         if choice == KEEP or blocks:
             setting = replace(by_block, modes=modes_of([BY_HAND[name].name], ("every", "last"))).with_blocks(blocks)

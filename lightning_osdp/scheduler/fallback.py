@@ -83,6 +83,11 @@ def _moved(plan: Plan, changed: Unit | Block) -> Plan:
         units = tuple(changed if unit.name == changed.name else unit for unit in plan.units)
         return replace(plan, units=units)
     left = tuple(block for block in plan.recomputable if block.name != changed.name)
+    others = [block for block in plan.blocks if block.name != changed.name]
+    for before in plan.blocks:
+        if before.name == changed.name:  # it has kept some results
+            freed_bytes, costs_s = before.frees_bytes + changed.frees_bytes, before.costs_s + changed.costs_s
+            changed = replace(changed, frees_bytes=freed_bytes, costs_s=costs_s)
     operators = [operator for unit in plan.units if unit.name for operator in unit.operators]
 
     def place(block: Block) -> int:
@@ -90,7 +95,7 @@ def _moved(plan: Plan, changed: Unit | Block) -> Plan:
         own = (i for i, name in enumerate(operators) if f"{name}.".startswith(f"{block.name}."))
         return next(own, len(operators))
 
-    return replace(plan, blocks=tuple(sorted([*plan.blocks, changed], key=place)), recomputable=left)
+    return replace(plan, blocks=tuple(sorted([*others, changed], key=place)), recomputable=left)
 
 
 def _predicted(plan: Plan, lower: Plan, freed_bytes: float, lost_s: float) -> Plan:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_osdp.assign import Assignment, Modes, Setting, applicable, chosen_activations
-from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.axes import KEEP, Treatment
 from lightning_osdp.core.plans.plan import Block, Option, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
@@ -42,8 +42,12 @@ def plan_of(
     """
     setting, time_s = assignment.setting, assignment.step_time_s
     blocks, chosen = setting.unchanged.blocks, chosen_activations(setting, assignment.modes)
-    keeping = (block for block in blocks if block.name not in chosen and "recompute" in block.segments)
-    recomputable = [_block(setting, block, "recompute") for block in keeping if "recompute" in space.activations]
+    recomputable = [
+        _recomputing(setting, block, chosen.get(block.name, KEEP))
+        for block in blocks
+        if {"recompute"} <= {*block.segments} & {*space.activations}
+        and (block.name not in chosen or chosen[block.name] in block.levels)
+    ]
     samples_per_s = setting.workload.num_samples * setting.cluster.world_size / time_s if time_s > 0 else 0.0
     is_searched = most_samples_per_s is not None and samples_per_s > 0
     return Plan(
@@ -149,8 +153,22 @@ def _block(setting: Setting, block: BlockProfile, choice: str) -> Block:
     return Block(
         name=block.name,
         treatment=Treatment(saves=choice),
+        kept=block.levels[choice].kept if choice in block.levels else (),
         frees_bytes=max(0, round(freed_bytes(setting.unchanged, block, choice).at(micro_batch_size))),
         costs_s=num_micro_batches * block_s(block, choice, setting.cluster, micro_batch_size),
+    )
+
+
+def _recomputing(setting: Setting, block: BlockProfile, now: str) -> Block:
+    """The block as one that recomputes all, with bytes and seconds beyond those of what it does now."""
+    recomputing = _block(setting, block, "recompute")
+    if now == KEEP:
+        return recomputing
+    planned = _block(setting, block, now)
+    return dataclasses.replace(
+        recomputing,
+        frees_bytes=max(0, recomputing.frees_bytes - planned.frees_bytes),
+        costs_s=max(0.0, recomputing.costs_s - planned.costs_s),
     )
 
 

@@ -23,7 +23,7 @@ from lightning_osdp.scheduler.infeasible import why_infeasible
 from lightning_osdp.scheduler.planned import plan_of
 from lightning_osdp.scheduler.sweep import Candidate, Sweep
 from lightning_osdp.search import SOLVERS
-from lightning_osdp.simulation import planned_step
+from lightning_osdp.simulation import planned_activations, planned_step
 
 _ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
 
@@ -151,7 +151,7 @@ def judge_plan(plan: Plan, profile: ModelProfile, cluster: Cluster, *, memory_li
         cost_model=plan.cost_model,
         decided=Decided(
             profile=profile,
-            blocks={block.name: block.activations for block in plan.blocks},
+            blocks=planned_activations(plan, profile),
             num_slices={unit.name: unit.num_slices for unit in plan.units if unit.num_slices > 1},
         ),
     )

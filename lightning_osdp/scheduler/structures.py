@@ -23,7 +23,7 @@ from lightning_osdp.assign import (
     chosen_activations,
     ever_more_slices,
 )
-from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.plans.search_space import SearchSpace
 
 MOST_TRIED = 256
@@ -122,12 +122,12 @@ def saving_blocks(attempt: Attempt) -> Iterator[Setting]:
     Where units may not be shared, only with units inside.
     """
     setting = attempt.base
-    every = [chosen for choice in attempt.space.activations if (chosen := all_blocks(setting, choice))]
+    every = _all_alike(attempt, setting)
     if not every:
         return
     bases = [setting, *_apart(attempt, setting)]
     if attempt.space.share_units:
-        yield from block_units(setting, attempt.space.activations)
+        yield from block_units(setting, attempt.space.saves)
         bases += block_units(setting)
     for chosen in every:
         yield from (each.with_blocks(chosen) for each in bases)
@@ -143,7 +143,7 @@ def inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
 def slices_inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
     """Blocks that save less as was found best, or all blocks, with some of the operators split."""
     setting = attempt.base
-    every = [chosen for choice in attempt.space.activations if (chosen := all_blocks(setting, choice))]
+    every = _all_alike(attempt, setting)
     found = _found_blocks(attempt)
     for chosen in (*found, *(each for each in every if each not in found)):
         yield from _split(attempt, setting.with_blocks(chosen))
@@ -175,6 +175,16 @@ def _apart(attempt: Attempt, setting: Setting) -> list[Setting]:
     """Setting with frozen units apart, where that may be and nobody has said how large units are."""
     may_be = attempt.space.min_unit_bytes is None and not setting.is_paper and setting.cluster.world_size > 1
     return apart_units(setting) if may_be else []
+
+
+def _all_alike(attempt: Attempt, setting: Setting) -> list[dict[str, str]]:
+    """Choices of all blocks alike.
+
+    Where units may be shared, blocks at levels are left to settings in which each block does as it likes.
+    """
+    space = attempt.space
+    values = [value for value in space.saves if value not in LEVELS or not space.share_units]
+    return [chosen for value in values if (chosen := all_blocks(setting, value))]
 
 
 def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:

@@ -4,8 +4,8 @@
 """
 
 from lightning_osdp.simulation.clock import StepClock
-from lightning_osdp.simulation.plan import planned_step, simulate
+from lightning_osdp.simulation.plan import planned_activations, planned_step, simulate
 from lightning_osdp.simulation.step import StepEstimate, simulate_step
 from lightning_osdp.simulation.timeline import Interval
 
-__all__ = ["Interval", "StepClock", "StepEstimate", "planned_step", "simulate", "simulate_step"]
+__all__ = ["Interval", "StepClock", "StepEstimate", "planned_activations", "planned_step", "simulate", "simulate_step"]

@@ -39,7 +39,7 @@ def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[S
             has operators that the model has not.
     """
     _check_names(plan, profile)
-    profile = with_activations(profile, {block.name: block.treatment["saves"] for block in plan.blocks})
+    profile = with_activations(profile, planned_activations(plan, profile))
     profile = split_operators(profile, {unit.name: unit.num_slices for unit in plan.units})
     operators: dict[str, tuple[str, ...]] = {}
     modes: dict[str, Treatment] = {}
@@ -51,6 +51,25 @@ def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[S
     workload = Workload(micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
     step = Step(profile=profile, units=units, cluster=cluster, workload=workload)
     return step, tuple(modes[unit.name] for unit in units)
+
+
+def planned_activations(plan: Plan, profile: ModelProfile) -> dict[str, str]:
+    """Block -> value of ``saves`` in this profile, in which a level that keeps the same may have another number.
+
+    Raises:
+        ConfigurationError: a block keeps results that are those of no level in the profile.
+    """
+    levels = {block.name: {level.kept: value for value, level in block.levels.items()} for block in profile.blocks}
+    found = {}
+    for block in plan.blocks:
+        known = levels.get(block.name, {})
+        if block.kept and block.kept not in known:
+            raise ConfigurationError(
+                f"Expected block {block.name!r} to keep results {[*map(list, known)]} of heavy operations, as was"
+                f" profiled, got {[*block.kept]}. Profile with activations=('keep', 'recompute', 'selective')."
+            )
+        found[block.name] = known[block.kept] if block.kept else block.activations
+    return found
 
 
 def _check_names(plan: Plan, profile: ModelProfile) -> None:

@@ -176,7 +176,7 @@ def _change_text(plan: Plan, lower: Plan) -> str:
     if lower.micro_batch_size != plan.micro_batch_size:
         return f"micro-batches have {lower.micro_batch_size} samples instead of {plan.micro_batch_size}"
     units = sum(unit != other for unit, other in zip(plan.units, lower.units, strict=True))
-    blocks = len(lower.blocks) - len(plan.blocks)
+    blocks = sum(block not in plan.blocks for block in lower.blocks)
     changes = [f"{units} {'unit keeps' if units == 1 else 'units keep'} less"] if units else []
     changes += [f"{blocks} {'block recomputes' if blocks == 1 else 'blocks recompute'}"] if blocks else []
     freed = format_bytes(freeable_bytes(plan) - freeable_bytes(lower))

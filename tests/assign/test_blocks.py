@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting, assign_modes, block_units, chosen_activations
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.axes import DP, ZDP
+from lightning_osdp.core.axes import DP, LEVELS, ZDP
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.profile import BlockProfile
+from lightning_osdp.core.profile import BlockProfile, Level
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
@@ -19,14 +19,16 @@ from lightning_osdp.simulation import simulate_step
 from tests.engines import ENGINES
 
 CHOICES = ("keep", "recompute", "offload")
+WITH_LEVELS = ("keep", "recompute", LEVELS[0]), ("keep", *LEVELS[:2])
+KEPT_BYTES = {LEVELS[0]: 30, LEVELS[1]: 90}
 
 
 def per_sample(num):
     return Affine(0.0, float(num))
 
 
-def saving_less(segments, *, border, rerun_s=0.0):
-    """Segments of a block that saves its inputs only: the rest is workspace of its backward."""
+def saving_less(segments, *, border):
+    """Segments of a block that saves so much of its inputs and results: the rest is workspace of its backward."""
     total = sum(segment.saved_bytes.per_sample for segment in segments)
     found = []
     for index, segment in enumerate(segments):
@@ -47,13 +49,19 @@ def with_profiles(profile, names, *, reruns_early=False):
         ((first, last),) = profile.spans[name]
         segments = profile.segments[first : last + 1]
         saved = sum((segment.saved_bytes for segment in segments), Affine())
+        forward_s = sum((segment.forward_s for segment in segments), Affine())
+        less = {"recompute": 8, "offload": 0} | {level: 8 + kept for level, kept in KEPT_BYTES.items()}
         blocks.append(
             BlockProfile(
                 name=name,
                 span=(first, last),
-                segments={"recompute": saving_less(segments, border=8), "offload": saving_less(segments, border=0)},
+                segments={choice: saving_less(segments, border=border) for choice, border in less.items()},
                 reruns_early=reruns_early,
-                rerun_s=sum((segment.forward_s for segment in segments), Affine()),
+                rerun_s=forward_s,
+                levels={
+                    level: Level(kept=tuple(range(number)), rerun_s=forward_s * (0.5 / number))
+                    for number, level in enumerate(KEPT_BYTES, start=1)
+                },
                 copied_bytes={"offload": saved},
             )
         )
@@ -138,10 +146,10 @@ def simulated(setting, modes):
 
 
 @settings(deadline=None, max_examples=60)
-@given(settings_to_plan(), st.floats(0, 1))
-@example(passed_by_in_a_detour(), 0.0)
-def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, share):
-    setting = block_units(blocked(**fields), CHOICES)[0]
+@given(settings_to_plan(), st.floats(0, 1), st.sampled_from([CHOICES, *WITH_LEVELS]))
+@example(passed_by_in_a_detour(), 0.0, CHOICES)
+def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, share, choices):
+    setting = block_units(blocked(**fields), choices)[0]
     every = list(itertools.product(*setting.costs.options))
     peaks = [setting.costs.peak(modes).peak_bytes for modes in every]
     limit_bytes = int(min(peaks) + share * (max(peaks) - min(peaks)))
@@ -159,10 +167,10 @@ def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, 
 
 
 @settings(deadline=None, max_examples=60)
-@given(settings_to_plan(), st.data())
-def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data):
+@given(settings_to_plan(), st.data(), st.sampled_from([CHOICES, *WITH_LEVELS]))
+def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data, choices):
     base = blocked(**fields)
-    setting = block_units(base, CHOICES)[0]
+    setting = block_units(base, choices)[0]
     modes = tuple(data.draw(st.sampled_from(options)) for options in setting.costs.options)
     estimate = simulated(setting, modes)
     assert setting.costs.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
@@ -243,3 +251,24 @@ def test_what_was_made_before_offers_the_modes_of_the_setting_that_asks(blocked,
     assert base.with_blocks(recomputing).modes == base.modes
     sharded = dataclasses.replace(base, modes=(ZDP,)).with_blocks(recomputing)
     assert sharded.costs.options == ((DP,), (ZDP,), (ZDP,))
+
+
+def test_blocks_without_a_level_are_taken_to_recompute_where_others_are_at_it(blocked, cluster):
+    """Blocks of another kind have fewer levels; the bound on the peak must not have them keep everything."""
+    operators = [
+        {"name": f"b{block}.0", "parameter_bytes": 100, "activation_bytes_per_sample": 1000} for block in range(3)
+    ]
+    base = blocked(operators, cluster=cluster(2), workload=Workload(micro_batch_size=1))
+    first, *rest = base.profile.blocks
+    segments = {choice: less for choice, less in first.segments.items() if choice not in LEVELS}
+    without = dataclasses.replace(first, levels={}, segments=segments)
+    fewer = dataclasses.replace(base, profile=dataclasses.replace(base.profile, blocks=(without, *rest)))
+    fewer = dataclasses.replace(fewer, units=partition(fewer.profile, min_unit_bytes=0))
+    choices = ("keep", "recompute", LEVELS[0])
+    mixed, plain = (block_units(each, choices)[0] for each in (fewer, base))
+    modes = tuple(
+        options[0].but(saves="keep" if unit.is_root else "recompute" if unit.name == "b0" else LEVELS[0])
+        for unit, options in zip(mixed.units, mixed.costs.options, strict=True)
+    )
+    assert mixed.costs.peak(modes) == plain.costs.peak(modes)
+    assert mixed.costs.exact_peak(modes).peak_bytes <= mixed.costs.peak(modes).peak_bytes

@@ -130,7 +130,7 @@ def test_slices_of_a_unit_are_stacked():
 
 
 def test_units_in_which_blocks_recompute_or_offload_are_hatched():
-    (recompute, _), (offload, _) = HATCHES.values()
+    (recompute, _), (offload, _) = HATCHES["recompute"], HATCHES["offload"]
     figure = draw_plan(RECOMPUTING)
     assert [hatch or "" for *_, hatch in boxes(figure)] == ["", recompute, recompute + offload, ""]
     assert told(figure)[3:] == ["blocks in it recompute", "blocks in it offload"]

@@ -8,18 +8,23 @@ from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting, ever_more_slices
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
-from lightning_osdp.core.profile import BlockProfile
+from lightning_osdp.core.profile import BlockProfile, Level
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
-from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.scheduler import PlanMethod, make_plan
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, PlanFormatError
+from lightning_osdp.report.sentences import tell_blocks
+from lightning_osdp.scheduler import PlanMethod, judge_plan, make_plan
+from lightning_osdp.scheduler.fallback import with_less_memory
 from lightning_osdp.simulation import simulate
 
 KEEP = SearchSpace(activations=("keep",))
 RECOMPUTE = SearchSpace(activations=("keep", "recompute"))
+SELECTIVE = SearchSpace(activations=("keep", "recompute", "selective"))
 NO_PREFETCH = FSDP2(backward_prefetch="none")
 BLOCKS = [f"h.{block}" for block in range(6)]
 
@@ -37,7 +42,10 @@ def in_blocks(operator, **costs):
 
 
 def recomputable(profile, names):
-    """The profile with these blocks, each of two operators like those of `deep`."""
+    """The profile with these blocks, each of two operators like those of `deep`.
+
+    Results of 140 bytes save half of the seconds of running a block again, further ones of 200 bytes nearly all.
+    """
     blocks = []
     for name in names:
         ((first, last),) = profile.spans[name]
@@ -50,7 +58,7 @@ def recomputable(profile, names):
                 )
                 for index, segment in enumerate(profile.segments[first : last + 1])
             )
-            for choice, inputs in (("recompute", 40.0), ("offload", 0.0))
+            for choice, inputs in (("recompute", 40.0), ("offload", 0.0), (LEVELS[0], 180.0), (LEVELS[1], 380.0))
         }
         blocks.append(
             BlockProfile(
@@ -58,6 +66,10 @@ def recomputable(profile, names):
                 span=(first, last),
                 segments=ways,
                 rerun_s=Affine(0.0, 0.2),
+                levels={
+                    LEVELS[0]: Level(kept=(1,), rerun_s=Affine(0.0, 0.1)),
+                    LEVELS[1]: Level(kept=(0, 1, 2), rerun_s=Affine(0.0, 0.01)),
+                },
                 copied_bytes={"offload": Affine(0.0, 600.0)},
             )
         )
@@ -209,6 +221,91 @@ def test_where_units_may_not_be_shared_blocks_recompute_with_units_inside(deep, 
         assert all(len(unit.operators) <= 1 for unit in found.units)
         numbers.append(len(found.blocks))
     assert (numbers[0], numbers[-1]) == (0, 6)
+
+
+# ---- at levels
+
+
+def test_levels_are_chosen_block_by_block_where_they_are_offered_and_never_otherwise(deep, cluster):
+    ranks = cluster(2, seconds_per_byte=0.01)
+    most = plan(deep, cluster, 10**6).peak_bytes
+    used, gains = set(), []
+    for limit_bytes in range(most, 1000, -100):
+        try:
+            whole = plan(deep, cluster, limit_bytes)
+        except InfeasibleError:
+            break
+        assert not any(block.kept for block in whole.blocks)
+        found = plan(deep, cluster, limit_bytes, search_space=SELECTIVE)
+        assert found.step_time_s <= whole.step_time_s * (1 + 1e-9)
+        assert found.gap <= 0.1
+        estimate = simulate(found, deep, ranks)
+        assert estimate.time_s == pytest.approx(found.step_time_s)
+        assert estimate.peak.peak_bytes <= found.peak_bytes <= limit_bytes
+        for block in found.blocks:
+            used.add((block.activations, block.kept))
+            if block.kept:
+                assert block.costs_s == pytest.approx({1: 0.1, 3: 0.01}[len(block.kept)])
+                assert block.frees_bytes == {1: 600 - 180, 3: 600 - 380}[len(block.kept)]
+        gains.append(whole.step_time_s / found.step_time_s)
+    assert used >= {("recompute", ()), (LEVELS[1], (0, 1, 2))}
+    assert max(gains) > 1.03
+
+
+@pytest.fixture
+def at_levels(deep, cluster):
+    found = plan(deep, cluster, plan(deep, cluster, 10**6).peak_bytes - 1000, search_space=SELECTIVE)
+    assert {block.kept for block in found.blocks} == {(0, 1, 2)}
+    return found
+
+
+def test_a_plan_with_levels_is_stored_judged_and_told(deep, cluster, at_levels):
+    assert Plan.from_json(at_levels.to_json()) == at_levels
+    judged = judge_plan(at_levels, deep, cluster(2, seconds_per_byte=0.01), memory_limit_bytes=10**6)
+    assert (judged.step_time_s, judged.peak_bytes) == (pytest.approx(at_levels.step_time_s), at_levels.peak_bytes)
+    assert judged.blocks == at_levels.blocks
+    told = " ".join(tell_blocks(at_levels))
+    assert "recomputed in backward, all but 3 results of heavy operations: " in told
+
+
+def test_a_level_is_what_it_keeps_whatever_its_number_in_another_profile(deep, cluster, at_levels):
+    def with_first(block):
+        levels = {LEVELS[0]: block.levels[LEVELS[1]]}
+        return dataclasses.replace(
+            block, levels=levels, segments={**block.segments, LEVELS[0]: block.segments[LEVELS[1]]}
+        )
+
+    renumbered = dataclasses.replace(deep, blocks=tuple(map(with_first, deep.blocks)))
+    ranks = cluster(2, seconds_per_byte=0.01)
+    assert simulate(at_levels, renumbered, ranks).time_s == pytest.approx(at_levels.step_time_s)
+    without = dataclasses.replace(deep, blocks=tuple(dataclasses.replace(each, levels={}) for each in deep.blocks))
+    with pytest.raises(ConfigurationError, match=r"to keep results \[\] of heavy operations, as was profiled, got \["):
+        simulate(at_levels, without, ranks)
+
+
+@pytest.mark.parametrize(
+    ("saves", "kept"), [("recompute", (0, 1)), (LEVELS[0], ()), (LEVELS[0], (1, 0)), (LEVELS[0], (1, 1))]
+)
+def test_results_are_kept_in_order_and_at_levels_only(at_levels, saves, kept):
+    wrong = dataclasses.replace(at_levels.blocks[0], treatment=Treatment(saves=saves), kept=kept)
+    plan_of_it = dataclasses.replace(at_levels, blocks=(wrong, *at_levels.blocks[1:]))
+    with pytest.raises(PlanFormatError, match=r"to name results in ascending order in 'kept'"):
+        Plan.from_json(plan_of_it.to_json())
+
+
+def test_where_memory_is_short_blocks_at_levels_recompute_everything(deep, cluster, at_levels):
+    ranks = cluster(2, seconds_per_byte=0.01)
+    level = next(block for block in at_levels.blocks if block.kept)
+    again = next(block for block in at_levels.recomputable if block.name == level.name)
+    assert (again.frees_bytes, again.costs_s) == (380 - 40, pytest.approx(0.2 - 0.01))
+    lower = at_levels
+    while (lower := with_less_memory(lower, 1)) is not None:
+        last = lower
+        assert len(lower.blocks) == len({block.name for block in lower.blocks})
+        assert Plan.from_json(lower.to_json()) == lower
+        assert simulate(lower, deep, ranks).peak.peak_bytes <= at_levels.peak_bytes
+    assert {(block.activations, block.frees_bytes) for block in last.blocks} == {("recompute", 560)}
+    assert [block.costs_s for block in last.blocks] == pytest.approx([0.2] * len(last.blocks))
 
 
 # ---- with operators in slices

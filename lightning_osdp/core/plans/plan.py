@@ -167,8 +167,8 @@ class Plan:
     blocks: tuple[Block, ...] = ()
     """Modules that recompute or offload what they save for backward, in forward order; all others keep it."""
     recomputable: tuple[Block, ...] = ()
-    """Modules that keep what they save and might recompute, with the bytes and seconds of recomputing, in forward
-    order."""
+    """Modules that keep all or some of what they save and might recompute it, with bytes and seconds beyond those of
+    what they do, in forward order."""
     search_space: SearchSpace = field(default_factory=SearchSpace)
     """Limits within which the plan was chosen; no limits where a plan file leaves them out."""
     solver: str = ""
@@ -365,7 +365,8 @@ def _read(document: object, source: str) -> Plan:
     entries = {key: value for key, value in document.items() if key != "decisions"}
     plan: Plan = read_value(Plan, entries, f"{source} at Plan")
     _check_units(plan.units, source)
-    _check_blocks((*plan.blocks, *plan.recomputable), source)
+    _check_blocks(plan.blocks, source)
+    _check_blocks((*(block for block in plan.blocks if not block.kept), *plan.recomputable), source)
     for name in ("world_size", "micro_batch_size", "num_micro_batches", "memory_limit_bytes"):
         if getattr(plan, name) < 1:
             raise PlanFormatError(f"Expected {name!r} of {source} to be at least 1, got {getattr(plan, name)!r}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lightning_osdp.core.axes import ACTIVATION_CHOICES, NAMED_MODES, SYNC_CHOICES, modes_of
+from lightning_osdp.core.axes import ACTIVATION_CHOICES, NAMED_MODES, SELECTIVE, SYNC_CHOICES, modes_of, values_of
 from lightning_osdp.errors import ConfigurationError
 
 
@@ -29,7 +29,8 @@ class SearchSpace:
     """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""
     activations: tuple[str, ...] = ("keep", "recompute")
     """Choices of a block for the tensors that it saves for backward; ``keep`` is always among them. ``offload`` and
-    ``recompute_offload`` are for devices with memory of their own."""
+    ``recompute_offload`` are for devices with memory of their own; ``selective`` recomputes all but results of some
+    matrix products, convolutions and attentions."""
     min_unit_bytes: int | None = None
     """Operators with fewer parameter bytes join their parent's unit; None: 64 KiB, or 1% of the model if less."""
     share_units: bool = True
@@ -39,7 +40,7 @@ class SearchSpace:
         for name, given, choices in (
             ("modes", self.modes, tuple(NAMED_MODES)),
             ("sync", self.sync, SYNC_CHOICES),
-            ("activations", self.activations, ACTIVATION_CHOICES),
+            ("activations", self.activations, (*ACTIVATION_CHOICES, SELECTIVE)),
         ):
             members = _members(given)
             if not members or any(each not in choices for each in members):
@@ -68,6 +69,11 @@ class SearchSpace:
             raise ConfigurationError(f"SearchSpace(share_units=...) must be True or False, got {self.share_units!r}.")
         for name in ("modes", "sync", "slices", "activations"):  # plans cannot store the lists and sets that users give
             object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def saves(self) -> tuple[str, ...]:
+        """Values of the axis ``saves`` that `activations` offer."""
+        return values_of(self.activations)
 
 
 def _members(value: object) -> Collection[object]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from lightning_osdp.profiler.tracing.calls import Calls, Position, followed
 from lightning_osdp.profiler.tracing.operators import find_operators
 from lightning_osdp.profiler.tracing.reruns import RerunPlace, recorded_reruns
 from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
+from lightning_osdp.recomputation import KeptResults
 
 Saved = tuple[tuple[bool, int, int], int]
 """Place and bytes of a tensor that a segment saves and a block gets or returns. The place is (is_near, where, number).
@@ -256,11 +258,19 @@ class _Reads(TorchDispatchMode):
 
 
 def trace_activations(
-    module: nn.Module, batch: Any, calls: Calls, run: Callable[[], Any], blocks: Mapping[str, Span], *, choice: str
+    module: nn.Module,
+    batch: Any,
+    calls: Calls,
+    run: Callable[[], Any],
+    blocks: Mapping[str, Span],
+    *,
+    choice: str,
+    kept: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> list[Activations]:
     """Saved and workspace bytes of each segment, from one forward and backward.
 
-    The result of ``run`` stays alive until backward is over. All blocks make one ``choice``, see `saving_less`.
+    The result of ``run`` stays alive until backward is over. All blocks make one ``choice``, see `saving_less`; those
+    that recompute keep these results.
     """
     static = _static(module, batch)
     with LiveBytes(static[0].device.type) as live, ExitStack() as cleanup:
@@ -280,7 +290,7 @@ def trace_activations(
             if parameter.requires_grad:
                 cleanup.callback(parameter.register_post_accumulate_grad_hook(follower.drop).remove)
         reruns = cleanup.enter_context(recorded_reruns(module, position))
-        cleanup.enter_context(saving_less(module, blocks, choice, position, follower.excluded))
+        cleanup.enter_context(saving_less(module, blocks, choice, follower, kept))
         with saved_tensors_hooks(follower.keep, lambda packed: packed), follower.reads:
             returned = run()
         position.enter(position.num_segments - 1)
@@ -340,25 +350,34 @@ def _static(module: nn.Module, batch: Any) -> list[Tensor]:
 
 @contextmanager
 def saving_less(
-    module: nn.Module, blocks: Mapping[str, Span], choice: str, position: Position, kept: Collection[int | None]
+    module: nn.Module,
+    blocks: Mapping[str, Span],
+    choice: str,
+    follower: _Follower,
+    kept: Mapping[str, Sequence[int]],
 ) -> Iterator[None]:
     """Has blocks recompute or offload what they save, in steps whose values do not matter.
 
-    To ``offload``, tensors must be fake: a tensor that is moved away comes back as an empty one of its shape. Storages
-    that are ``kept`` are not moved.
+    To ``offload``, tensors must be fake: a tensor that is moved away comes back as an empty one of its shape. What
+    lives throughout is not moved. Blocks that ``recompute`` keep the results at these positions, by block.
     """
     with ExitStack() as cleanup:
         for name, span in blocks.items() if choice != "keep" else ():
             block = module.get_submodule(name)
             if choice == "recompute":
-                less = _recomputing(block.forward, span, position)
+                results = KeptResults(kept[name], on_keep=follower.keep) if name in kept else None
+                less = _recomputing(block.forward, span, follower.position, results)
             else:
-                less = _offloading(block.forward, span, position, kept)
+                less = _offloading(block.forward, span, follower.position, follower.excluded)
             cleanup.enter_context(patch.object(block, "forward", less))
         yield
 
 
-def _recomputing(forward: Callable[..., Any], span: Span, position: Position) -> Callable[..., Any]:
+def _recomputing(
+    forward: Callable[..., Any], span: Span, position: Position, results: KeptResults | None
+) -> Callable[..., Any]:
+    contexts: dict[str, Any] = {} if results is None else {"context_fn": results.contexts}
+
     def begin(*args: Any, **kwargs: Any) -> Any:
         position.enter(span[0])
         num_args, names = len(args), tuple(kwargs)  # a closure over the inputs themselves would keep them alive
@@ -367,16 +386,16 @@ def _recomputing(forward: Callable[..., Any], span: Span, position: Position) ->
             return forward(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
 
         # all by position: checkpoint does not save arguments that it gets by name
-        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, **contexts)
 
     return begin
 
 
 def _offloading(
-    forward: Callable[..., Any], span: Span, position: Position, kept: Collection[int | None]
+    forward: Callable[..., Any], span: Span, position: Position, stay: Collection[int | None]
 ) -> Callable[..., Any]:
     def pack(tensor: Tensor) -> Callable[[], Tensor]:
-        if tensor.layout is not torch.strided or storage_key(tensor) in kept:
+        if tensor.layout is not torch.strided or storage_key(tensor) in stay:
             return lambda: tensor
         return partial(torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 

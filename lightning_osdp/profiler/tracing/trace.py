@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from lightning_osdp.core.axes import LEVELS
 from lightning_osdp.core.profile import Span
 from lightning_osdp.errors import ProfileError, UntraceableError
 from lightning_osdp.profiler.machine.memory import raise_if_fatal
@@ -70,6 +71,40 @@ def trace_step(step: StepRunner, choices: Collection[str] = ()) -> Trace:
         _log.info("OSDP: the step is traced on real tensors, for on fake ones it fails: %r", error.__cause__)
     # a real tensor that is moved away must come back with its values, which `saving_less` does not do
     return trace_whole(step, step.on_real_tensors, [choice for choice in choices if choice != "offload"])
+
+
+def with_levels(step: StepRunner, trace: Trace, kept: Mapping[str, Sequence[tuple[int, ...]]]) -> Trace:
+    """The trace with `LEVELS` of its blocks among the choices, as far as the step runs at them.
+
+    ``kept`` has the results that each block keeps at each of its levels; a block with fewer levels than others
+    recomputes at the rest.
+    """
+    short, saving_less = trace.short, dict(trace.saving_less)
+    with short.applied():
+        blocks = find_blocks(step.module, short.calls, step.blocks)
+        begins = {short.places[first]: kept.get(name, ()) for name, (first, _) in trace.blocks.items()}
+        for number, level in enumerate(LEVELS):
+            chosen = {name: begins[first][number] for name, (first, _) in blocks.items() if len(begins[first]) > number}
+            if not chosen:
+                break
+            try:
+                found = {}
+                for size in trace.activations:
+                    with trace.trial(size) as (run, batch):
+                        found[size] = trace_activations(
+                            step.module, batch, short.calls, run, blocks, choice="recompute", kept=chosen
+                        )
+            except Exception as error:
+                raise_if_fatal(error)
+                reason = str(_cause(error)).strip().partition("\n")[0]
+                note = f"blocks are not planned to recompute in part, for the step fails then: {reason}"
+                _log.warning("OSDP: %s", note)
+                return replace(trace, notes=(*trace.notes, note))
+            if not all(map(short.has_equal_blocks, found.values())):
+                _log.info("OSDP: levels of recomputation are left out, for blocks that stand for others differ at them")
+                return trace
+            saving_less[level] = {size: short.unfolded(parts) for size, parts in found.items()}
+    return replace(trace, saving_less=saving_less)
 
 
 def trace_whole(step: StepRunner, trial: Callable[[int], TrialRun], choices: Collection[str] = ()) -> Trace:

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, ZDP
+from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.slices import split_operators
 from lightning_osdp.cost import exact_peak
 from lightning_osdp.engine import FSDP2, freed_bytes, with_activations
@@ -17,6 +18,8 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import profile_model
 from lightning_osdp.profiler.tracing.calls import recorded_calls
 from lightning_osdp.profiler.tracing.trace import find_blocks
+from lightning_osdp.recomputation import KeptResults
+from lightning_osdp.search.levels import ENOUGH
 from tests.steps import step_of
 from tests.tiers import slow
 
@@ -52,11 +55,16 @@ class Model(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
         self.mlps = nn.ModuleList(Mlp() for _ in range(num_blocks))
         self.attentions = nn.ModuleList(Attention() for _ in range(num_blocks))
-        self.recomputed = recomputed
+        self.recomputed = dict.fromkeys(recomputed, ()) if isinstance(recomputed, tuple) else recomputed
 
     def run(self, name, x, **kwargs):
+        """Blocks that recompute keep these results of heavy operations."""
         block = self.get_submodule(name)
-        return checkpoint(block, x, use_reentrant=False, **kwargs) if name in self.recomputed else block(x, **kwargs)
+        if name not in self.recomputed:
+            return block(x, **kwargs)
+        if self.recomputed[name]:
+            kwargs["context_fn"] = KeptResults(self.recomputed[name]).contexts
+        return checkpoint(block, x, use_reentrant=False, **kwargs)
 
     def training_step(self, batch, batch_idx):
         x = self.first(batch)
@@ -69,8 +77,8 @@ class Model(nn.Module):
         return torch.optim.AdamW(self.parameters())
 
 
-def profiled(model, activations=("keep",)):
-    return profile_model(model, torch.randn(4, LENGTH, WIDTH), activations=activations)
+def profiled(model, activations=("keep",), **options):
+    return profile_model(model, torch.randn(4, LENGTH, WIDTH), activations=activations, **options)
 
 
 def peak(profile, mode, world_size):
@@ -98,6 +106,62 @@ def model():
 def test_the_peak_is_that_of_a_model_that_checkpoints_these_blocks_itself(model, recomputed):
     own = profiled(Model(recomputed=recomputed))
     mixed = with_activations(model, dict.fromkeys(recomputed, "recompute"))
+    for mode, world_size in ((DP, 1), (DP, 4), (ZDP, 4)):
+        found, expected = peak(mixed, mode, world_size), peak(own, mode, world_size)
+        assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=2e-3)
+        assert (found.phase, found.operator) == (expected.phase, expected.operator)
+
+
+@pytest.fixture(scope="module")
+def with_levels():
+    """Profile with levels, by rates by which products take nearly all seconds and each byte of a result as many."""
+    rates = DeviceRates(flops_per_s={"float32": 1e9}, bytes_per_s=1e12)
+    return profiled(Model(), ("keep", "recompute", "selective"), rates=rates)
+
+
+def test_equal_blocks_have_equal_levels_that_keep_more_and_run_less_again(with_levels):
+    by_kind = {}
+    for block in with_levels.blocks:
+        by_kind.setdefault(block.name.partition(".")[0], []).append(block)
+    for kind, (first, *others) in by_kind.items():
+        assert first.levels, kind
+        assert all(other.levels == first.levels for other in others)
+        freed = [freed_bytes(with_levels, first, choice).at(4) for choice in ("recompute", *first.levels)]
+        seconds = [first.rerun_s.at(4), *(level.rerun_s.at(4) for level in first.levels.values())]
+        assert freed == sorted(freed, reverse=True)
+        assert len({*freed}) == len(freed)
+        assert seconds == sorted(seconds, reverse=True)
+        assert len({*seconds}) == len(seconds)
+        assert first.level_gap <= ENOUGH
+    # the product of the first layer and the two of attention, of four; the last one does not run again
+    assert [*by_kind["attentions"][0].levels.values()][-1].kept == (0, 1, 2)
+    assert [*by_kind["mlps"][0].levels.values()][-1].kept == (0, 1)
+
+
+def test_the_bytes_of_a_level_are_those_of_its_results(with_levels):
+    """Elements of 4 bytes: as wide as the layers, and as long as the sequence between the products of attention."""
+    widths = {"attentions": {0: 3 * WIDTH, 1: LENGTH, 2: WIDTH}, "mlps": {0: 4 * WIDTH, 1: WIDTH}}
+    for block in with_levels.blocks:
+        whole = freed_bytes(with_levels, block, "recompute").at(4)
+        for value, level in block.levels.items():
+            kept = sum(4 * LENGTH * 4 * widths[block.name.partition(".")[0]][position] for position in level.kept)
+            assert whole - freed_bytes(with_levels, block, value).at(4) == pytest.approx(kept)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_the_peak_at_levels_is_that_of_a_model_that_keeps_these_results_itself(with_levels, everywhere):
+    chosen = {}
+    for number, block in enumerate(with_levels.blocks):
+        values = [*block.levels] if everywhere else ["keep", "recompute", *block.levels]
+        chosen[block.name] = values[number // 2 % len(values)]
+    blocks = {block.name: block for block in with_levels.blocks}
+    recomputed = {
+        name: blocks[name].levels[value].kept if value in blocks[name].levels else ()
+        for name, value in chosen.items()
+        if value != "keep"
+    }
+    own = profiled(Model(recomputed=recomputed))
+    mixed = with_activations(with_levels, chosen)
     for mode, world_size in ((DP, 1), (DP, 4), (ZDP, 4)):
         found, expected = peak(mixed, mode, world_size), peak(own, mode, world_size)
         assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=2e-3)
