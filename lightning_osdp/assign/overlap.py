@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from lightning_osdp.assign.additive import NO_GAIN, Additive, Modes
 from lightning_osdp.assign.paths import Path, Paths
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.assign.solve import Solved, fill, solve, violated
+from lightning_osdp.assign.solve import MAX_EXTENDED, Solved, fill, solve, violated
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.engine import effects_of
 from lightning_osdp.simulation.clock import StepTime
@@ -55,10 +55,13 @@ def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, w
 
 
 def _solve(problem: Additive, rooms: Sequence[float], search: str) -> Solved:
-    """Solution to `ENOUGH`: for many different units the near-instant solver does."""
+    """Solution to `ENOUGH`: for many different units the near-instant solver does.
+
+    All paths of one search together may take as long as one additive solution.
+    """
     solved = solve(problem, rooms, search="greedy")
     if solved.time_s > solved.bound_s * (1 + ENOUGH):
-        solved = solve(problem, rooms, search=search, tolerance=ENOUGH)
+        solved = solve(problem, rooms, search=search, tolerance=ENOUGH, max_extended=MAX_EXTENDED // (1 + MAX_PATHS))
     return solved
 
 

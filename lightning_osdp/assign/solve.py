@@ -36,7 +36,14 @@ class Solved(NamedTuple):
     note: str = ""
 
 
-def solve(problem: Additive, rooms: Sequence[float], *, search: str, tolerance: float = ROUNDING) -> Solved:
+def solve(
+    problem: Additive,
+    rooms: Sequence[float],
+    *,
+    search: str,
+    tolerance: float = ROUNDING,
+    max_extended: int = MAX_EXTENDED,
+) -> Solved:
     """The fastest modes found, with a bound on all of them.
 
     Args:
@@ -44,6 +51,7 @@ def solve(problem: Additive, rooms: Sequence[float], *, search: str, tolerance: 
         rooms: of `StepMemory.room_bytes`; every unit's smallest option must fit.
         search: name of a solver in ``search.SOLVERS``.
         tolerance: a gap that is as good as none.
+        max_extended: states that `nested.improve` may make.
     """
     relaxed = _relaxed(problem, rooms, SOLVERS[search])
     bound_s = max([problem.fastest_s, *(problem.fastest_s + each.solution.bound_s for each in relaxed)])
@@ -52,7 +60,7 @@ def solve(problem: Additive, rooms: Sequence[float], *, search: str, tolerance: 
         proposals.append(problem.least_memory_modes)
     best = min((fill(problem, repair(problem, modes, rooms), rooms) for modes in proposals), key=problem.time_s)
     time_s = problem.time_s(best)
-    width = MAX_EXTENDED // sum(map(len, problem.options))
+    width = max_extended // sum(map(len, problem.options))
     if search != "greedy" and width >= MIN_WIDTH and time_s > bound_s * (1 + tolerance):
         prices = [each.price for each in relaxed]
         best, nested_s = improve(problem, best, rooms, prices=prices, width=width)
