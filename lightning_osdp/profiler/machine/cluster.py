@@ -21,7 +21,7 @@ from lightning_osdp.reduce_scatter import is_by_gloo, scatter
 
 _SIZES_BYTES = tuple(4**exponent for exponent in range(7, 15))
 """Sizes of collectives by which a link is measured: 16 KiB to 256 MiB, as far as there is time."""
-_LEAST_SIZES, _PATIENCE_S = 4, 2.0
+_LEAST_SIZES, _PATIENCE_S = 4, 0.5
 """Number of sizes that are measured in any case, and seconds for one more."""
 _MOST_IN_A_ROW, _LEAST_IN_A_ROW, _ROW_S = 10, 3, 0.1
 """Number of collectives that follow each other, as in a step, at most and at least; and seconds for all of them."""
