@@ -86,8 +86,10 @@ def sent_bytes(plan: Plan) -> float:
     sent = 0.0
     for unit in plan.units:
         for mode in unit.treatments:
-            kept = mode if unit.name or effects_of(mode).is_kept else DP  # the root is never freed
-            for kind, number in effects_of(kept).counts(num_micro_batches=plan.num_micro_batches).items():
+            effects = effects_of(mode if unit.name or effects_of(mode).is_kept else DP)  # the root is never freed
+            if effects.is_resident:
+                continue
+            for kind, number in effects.counts(num_micro_batches=plan.num_micro_batches).items():
                 collective = COLLECTIVES.get(kind)
                 if collective is not None and collective.link == "all":
                     ranks = plan.world_size

@@ -275,7 +275,7 @@ def wire_bytes(plan: Plan) -> float:
     An hpZ unit has K all-gathers over the m ranks of a node, and a rank sends (m-1)/m of its bytes in each. All
     collectives of an HSDP or HDP unit are over these ranks. Each of its reduce-scatters, or with sync node the last
     one, is followed by an all-reduce of S/m between N/m nodes, in which a rank sends 2 (1 - m/N) of that.
-    Resident units are gathered in the first step of all, which is not counted. Other frozen ones, which reduce nothing,
+    Resident units are gathered in the first step of all, which is not counted, and reduce nothing. Other frozen ones,
     modules that forward calls more than once, and units inside of blocks that are run again are counted as any other.
     """
     sent = 0.0
@@ -283,8 +283,10 @@ def wire_bytes(plan: Plan) -> float:
         modes = unit.treatments
         if not unit.name:  # the root is never freed
             modes = (freed_and_kept(modes[0])[1],)
-        for mode in modes:
-            for kind, number in effects_of(mode).counts(num_micro_batches=plan.num_micro_batches).items():
+        for effects in map(effects_of, modes):
+            if effects.is_resident:
+                continue
+            for kind, number in effects.counts(num_micro_batches=plan.num_micro_batches).items():
                 sent += number * _sent_share(COLLECTIVES.get(kind), plan) * unit.parameter_bytes / len(modes)
     return sent
 

@@ -30,6 +30,7 @@ def plan(*units, size=4, number=8, world_size=4, trains=True):
         (("ZDP", "last"), 17),
         (("DP", "every"), 16),
         (("DP", "last"), 2),
+        (("resident", "every"), 0),
         ((("ZDP", "DP"), "every"), 20),
         ((("ZDP", "DP"), "last"), (17 + 2) / 2),
     ],
