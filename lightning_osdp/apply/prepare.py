@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_osdp.apply.internals import access
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError, ProfileError
 from lightning_osdp.splitting import SplitModule, compiled_whole, parameter_like, split, splittable
 
@@ -95,11 +95,6 @@ def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     return modules
 
 
-def modules_of(unit: Unit) -> tuple[str, ...]:
-    """Names of the modules that a unit consists of."""
-    return unit.modules or (unit.name,)
-
-
 def slices_of(operator: nn.Module, num_slices: int, initialize: object) -> list[nn.Module]:
     """Splits an operator; returns its slices, each a unit to shard."""
     if isinstance(initialize, UnitInitializer):
@@ -123,9 +118,9 @@ def call_layers_in_evaluation(module: nn.Module) -> None:
 
 
 def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:
-    unit_at = {name: unit.name for unit in plan.units for name in modules_of(unit)}
+    unit_at = {name: unit.name for unit in plan.units for name in unit.wrapped_modules}
     for unit in plan.units:
-        missing = [name for name in (*modules_of(unit), *unit.operators) if name not in modules]
+        missing = [name for name in (*unit.wrapped_modules, *unit.operators) if name not in modules]
         if missing:
             raise PlanMismatchError(
                 f"Expected the model to have the modules of the plan's unit {unit.name!r}, but {missing[0]!r} is not"
@@ -189,7 +184,7 @@ def _check_parameters(plan: Plan, module: nn.Module) -> None:
 def _check_compiled(plan: Plan, module: nn.Module) -> None:
     for whole in compiled_whole(module):
         for unit in plan.units:
-            inside = next((name for name in modules_of(unit) if name.startswith(f"{whole}.")), None)
+            inside = next((name for name in unit.wrapped_modules if name.startswith(f"{whole}.")), None)
             if inside is not None:
                 raise ConfigurationError(
                     f"Expected no unit inside {whole!r}, which is compiled with fullgraph=True, but the plan has"

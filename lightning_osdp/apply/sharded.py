@@ -31,7 +31,6 @@ from lightning_osdp.apply.prepare import (
     call_layers_in_evaluation,
     check_shardable,
     make_contiguous,
-    modules_of,
     prepared,
     slices_of,
     unit_initializer,
@@ -496,7 +495,7 @@ def _planned_units(module: nn.Module, plan: Plan, initialize: Callable[[nn.Modul
     modules = prepared(module, plan)
     for unit in plan.units:
         if unit.num_slices == 1:
-            parts = [tuple(modules[name] for name in modules_of(unit))]
+            parts = [tuple(modules[name] for name in unit.wrapped_modules)]
         else:
             parts = [(each,) for each in slices_of(modules[unit.name], unit.num_slices, initialize)]
         yield from (

@@ -45,6 +45,11 @@ class UnitProfile:
         return ", ".join(dict.fromkeys(operator.kind for operator in self.operators))
 
     @property
+    def wrapped_modules(self) -> tuple[str, ...]:
+        """Names of the modules that the unit consists of, in forward order."""
+        return self.modules or (self.name,)
+
+    @property
     def first(self) -> int:
         """Segment in which the module is called first."""
         return self.calls[0][0]
@@ -216,7 +221,7 @@ def joined(
     if not all(have_one_dtype(members[first]) for first, _ in pairs):
         return None
     for first, second in pairs:
-        together = (by_name[name].modules or (name,) for name in (first, second))
+        together = (by_name[name].wrapped_modules for name in (first, second))
         modules[first] = tuple(name for names in together for name in names)
         modules.pop(second, None)
     return _units(profile, members, modules)
@@ -248,10 +253,10 @@ def may_join(profile: ModelProfile, units: Sequence[UnitProfile], place: int) ->
     are_called_in_turn = len(first.calls) == len(second.calls) == 1 and first.last < second.first
     if first.is_root or not operators or any(operator.stands_alone for operator in operators) or not are_called_in_turn:
         return False
-    called = _modules(first) + _modules(second)
+    called = first.wrapped_modules + second.wrapped_modules
     inside = takewhile(lambda unit: unit.first <= second.last, units[behind + 1 :])
     for unit in (*units[place + 1 : behind], *inside):
-        is_inside = any(above in called for name in _modules(unit) for above in _ancestors(name))
+        is_inside = any(above in called for name in unit.wrapped_modules for above in _ancestors(name))
         if is_inside or unit.gradient_bytes or not first.gradient_bytes:
             return False
     if not all(name in profile.spans for name in called) or second.last < second.trained_from:
@@ -260,15 +265,11 @@ def may_join(profile: ModelProfile, units: Sequence[UnitProfile], place: int) ->
         roles = {(again.surrounds(unit.first, unit.last), unit.name in again.modules) for unit in (first, second)}
         if len(roles) > 1 or again.span in {*first.calls, *second.calls}:
             return False
-    around = {name for unit in units if unit.name for name in _modules(unit)}
+    around = {name for unit in units if unit.name for name in unit.wrapped_modules}
     is_inside_same = len({tuple(above for above in _ancestors(name) if above in around) for name in called}) == 1
     # the module through which the root calls each operator; the root, where it calls the operator itself
     children = {operator.enclosing[-2] if len(operator.enclosing) > 2 else "" for operator in operators}
     return is_inside_same and (not profile.children_apart or len(children) == 1)
-
-
-def _modules(unit: UnitProfile) -> tuple[str, ...]:
-    return unit.modules or (unit.name,)
 
 
 def grouped(

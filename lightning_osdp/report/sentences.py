@@ -58,13 +58,13 @@ def name_operators(units: Sequence[Unit]) -> str:
 def name_units(units: Sequence[Unit], plan: Plan) -> str:
     """Folded names of the modules, where these units hold all operators inside them; else of the operators."""
     if all(unit.name and len(unit.operators) > 1 and _holds_modules(unit, plan) for unit in units):
-        return "\n".join(fold_names([name for unit in units for name in unit.modules or (unit.name,)]))
+        return "\n".join(fold_names([name for unit in units for name in unit.wrapped_modules]))
     return name_operators(units)
 
 
 def _holds_modules(unit: Unit, plan: Plan) -> bool:
     """True where the unit's operators are all that is inside its modules."""
-    modules = unit.modules or (unit.name,)
+    modules = unit.wrapped_modules
     others = (operator for other in plan.units if other is not unit for operator in other.operators)
     return all(is_inside(operator, modules) for operator in unit.operators) and not any(
         is_inside(operator, modules) for operator in others

@@ -83,6 +83,11 @@ class Unit:
         return self.treatments[0]["reduce"]
 
     @property
+    def wrapped_modules(self) -> tuple[str, ...]:
+        """Names of the modules that the unit consists of, in forward order."""
+        return self.modules or (self.name,)
+
+    @property
     def num_slices(self) -> int:
         """Number of slices."""
         return len(self.treatments)
