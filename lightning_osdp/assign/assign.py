@@ -134,8 +134,9 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
         found_s = costs.step_time_s(found)
         if found_s < step_time_s and costs.exact_peak(found).peak_bytes <= memory_limit_bytes:
             modes, step_time_s = found, found_s
-    modes = _resident_as_well(setting, modes, step_time_s, memory_limit_bytes)
-    step_time_s = costs.step_time_s(modes)
+    found = _resident_as_well(setting, modes, step_time_s, memory_limit_bytes)
+    if found != modes:
+        modes, step_time_s = found, costs.step_time_s(found)
     return replace(assignment, modes=modes, step_time_s=step_time_s, peak=costs.exact_peak(modes))
 
 

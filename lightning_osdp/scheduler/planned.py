@@ -45,7 +45,8 @@ def plan_of(
     recomputable = [
         _recomputing(setting, block, chosen.get(block.name, KEEP))
         for block in blocks
-        if {"recompute"} <= {*block.segments} & {*space.activations}
+        if "recompute" in block.segments
+        and "recompute" in space.activations
         and (block.name not in chosen or chosen[block.name] in block.levels)
     ]
     samples_per_s = setting.workload.num_samples * setting.cluster.world_size / time_s if time_s > 0 else 0.0
