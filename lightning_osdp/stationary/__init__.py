@@ -1,0 +1,7 @@
+"""Operators whose weights stay on their ranks, and whose inputs and outputs move between ranks; names stay."""
+
+from __future__ import annotations
+
+from lightning_osdp.stationary.operators import Ranks, as_whole, is_stationary, make_stationary, refusal
+
+__all__ = ["Ranks", "as_whole", "is_stationary", "make_stationary", "refusal"]

@@ -1,0 +1,323 @@
+"""Operators that move activations instead of weights: modules of users that change their class in place.
+
+Names, attributes and parameters' names stay. Parameters are DTensors, cut over ranks as ``fully_shard`` cuts them: in
+rows or, where a kind needs it, in columns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.splitting import parameter_like
+from lightning_osdp.stationary.exchanges import (
+    Call,
+    gather,
+    linear_gathering_again,
+    own_part,
+    part_sizes,
+    sum_up,
+    to_features,
+    to_samples,
+)
+from lightning_osdp.stationary.features import Features, Pair
+
+_STATE = "_osdp_stationary"
+"""Attribute of modules that move activations."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ranks:
+    """The ranks that an operator is cut over, and how it computes on them."""
+
+    mesh: DeviceMesh
+    """Mesh of one dimension."""
+    rows_of_ranks: Callable[[int], Sequence[int]]
+    """Gives, for the number of rows of this rank, those of all ranks, who all call it; raises where ranks are apart."""
+    before_backward: Callable[[], object] = lambda: None
+    """Called before each exchange in backward."""
+    dtype: torch.dtype | None = None
+    """Precision to compute in; None for that of the parameters."""
+    casts_inputs: bool = False
+    """Whether inputs are cast to that precision."""
+    gathers_again: bool = False
+    """Whether inputs are gathered a second time in backward, and not kept. Rows and embeddings keep none anyway."""
+
+    def call(self, num_rows: int) -> Call:
+        """Begins a call of an operator, which all ranks make at a time."""
+        rows = self.rows_of_ranks(num_rows) if self.mesh.size() > 1 else [num_rows]
+        return Call(self.mesh.get_group(), self.mesh.get_local_rank(), tuple(rows), self.before_backward)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _State:
+    ranks: Ranks
+    whole_type: type[nn.Module]
+    pair: Pair | None = None
+
+
+class _Stationary(nn.Module):
+    """Module whose class was changed."""
+
+    _osdp_stationary: _State
+
+    def _own(self, name: str) -> Any:
+        """This rank's part of a parameter, in the precision to compute in; None where there is no such parameter."""
+        parameter: Any = self._parameters[name]
+        if parameter is None:
+            return None
+        own = own_part(parameter)
+        return own if self._osdp_stationary.ranks.dtype is None else own.to(self._osdp_stationary.ranks.dtype)
+
+
+class _Linear(_Stationary):
+    """y = x W^T + b."""
+
+    _out_dim = 0
+    """Dimension of the outputs in the weight."""
+
+    @property
+    def _num_outputs(self) -> int:
+        weight: Any = self._parameters["weight"]
+        return int(weight.shape[self._out_dim])
+
+    def _own_weight(self) -> Tensor:
+        weight: Tensor = self._own("weight")
+        return weight.t() if self._out_dim else weight
+
+    def _begin(self, x: Tensor) -> tuple[Tensor, Call]:
+        """Rows of an input, in the precision to compute in, and the call.
+
+        Raises:
+            RuntimeError: the input has another number of features.
+        """
+        weight: Any = self._parameters["weight"]
+        num_inputs, ranks = weight.shape[1 - self._out_dim], self._osdp_stationary.ranks
+        if x.shape[-1:] != (num_inputs,):
+            raise RuntimeError(f"Expected an input with {num_inputs} features, got one of shape {tuple(x.shape)}.")
+        rows = x.reshape(-1, num_inputs)
+        if ranks.casts_inputs and rows.is_floating_point():
+            rows = rows.to(ranks.dtype)
+        if torch.is_autocast_enabled(x.device.type) and rows.is_floating_point() and rows.dtype != torch.float64:
+            rows = rows.to(torch.get_autocast_dtype(x.device.type))  # before it is sent
+        return rows, ranks.call(len(rows))
+
+
+class _Column(_Linear):
+    """Each rank has some of the outputs, and gets the inputs of all samples."""
+
+    def _features_of(self, rows: Tensor, call: Call) -> Tensor:
+        weight, bias = self._own_weight(), self._own("bias")
+        if not self._osdp_stationary.ranks.gathers_again:
+            return F.linear(gather(rows, call), weight, bias)
+        return linear_gathering_again(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype), call)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
+        """Output of the whole operator, (*, outputs), for this rank's input, (*, inputs)."""
+        rows, call = self._begin(input)
+        outputs = to_samples(self._features_of(rows, call), call, self._num_outputs)
+        return outputs.view(*input.shape[:-1], self._num_outputs)
+
+
+class _First(_Column):
+    """First operator of a pair."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
+        """Outputs that this rank has of the samples of all ranks, (..., rows of all ranks, part of the outputs)."""
+        pair = self._osdp_stationary.pair
+        assert pair is not None
+        rows, call = self._begin(input)
+        features = self._features_of(rows, call)
+        ones = [1] * (input.dim() - 2)
+        return Features.of(features.view(*ones, *features.shape), pair, call, input.shape[:-1])
+
+
+class _Row(_Linear):
+    """Each rank has some of the inputs, of all samples, and makes summands of all outputs."""
+
+    def _outputs_of(self, features: Tensor, call: Call) -> Tensor:
+        own = self._own("bias")
+        bias = None
+        if own is not None:  # each rank adds its part of the bias to its summands, so that it is added once
+            sizes = part_sizes(self._num_outputs, len(call.rows))
+            before = sum(sizes[: call.rank])
+            bias = F.pad(own, (before, self._num_outputs - before - len(own)))
+        return sum_up(F.linear(features, self._own_weight(), bias), call)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
+        """Output of the whole operator, (*, outputs), for this rank's input, (*, inputs)."""
+        rows, call = self._begin(input)
+        outputs = self._outputs_of(to_features(rows, call), call)
+        return outputs.view(*input.shape[:-1], self._num_outputs)
+
+
+class _Second(_Row):
+    """Second operator of a pair."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
+        """Output of the whole operator, (*, outputs), for features that the first operator made.
+
+        Raises:
+            ConfigurationError: the input is something else.
+        """
+        pair = self._osdp_stationary.pair
+        assert pair is not None
+        if not isinstance(input, Features) or input.pair is not pair:
+            raise ConfigurationError(
+                f"Expected {pair.second!r} to be given what {pair.first!r} has made, with elementwise functions"
+                f" between, for the two move activations as a pair; got something else, of shape {tuple(input.shape)}."
+                " Plan anew by leaving out `plan=`, or have the two move weights."
+            )
+        outputs = self._outputs_of(input.plain().flatten(0, -2), input.call)
+        return outputs.view(*input.lead, self._num_outputs)
+
+
+class _Embedding(_Stationary):
+    """Each rank has some of the features of all rows, and gets the indices of all samples."""
+
+    padding_idx: int | None
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
+        """Output of the whole operator, (*, features), for this rank's indices, (*)."""
+        parameter: Any = self._parameters["weight"]
+        num_features = int(parameter.shape[1])
+        call = self._osdp_stationary.ranks.call(input.numel())
+        indices = gather(input.reshape(-1, 1), call)[:, 0]
+        found = F.embedding(indices, self._own("weight"), self.padding_idx)
+        return to_samples(found, call, num_features).view(*input.shape, num_features)
+
+
+_LINEAR = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
+_OUT_DIMS = dict(zip(_LINEAR, (0, 1), strict=True))
+_CLASSES: Mapping[str, tuple[str, ...]] = {
+    "column": _LINEAR,
+    "row": _LINEAR,
+    "pair": _LINEAR,
+    "embedding": ("torch.nn.modules.sparse.Embedding",),
+}
+"""Classes of the operators of each kind, by their qualified names so that nothing need be imported."""
+_ROLES: Mapping[str, tuple[type[_Stationary], ...]] = {
+    "column": (_Column,),
+    "row": (_Row,),
+    "pair": (_First, _Second),
+    "embedding": (_Embedding,),
+}
+"""Classes that the operators of each kind get."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def refusal(root: nn.Module, kind: str, operators: Sequence[str]) -> str:
+    """Reason why operators of a model, not changed yet, cannot move activations; empty where they can.
+
+    ``kind`` is one of ``core.exchange.KINDS``, and operators are given by their qualified names in forward order.
+    """
+    owners = Counter(parameter for module in root.modules() for parameter in module.parameters(recurse=False))
+    if len(operators) != len(_ROLES[kind]):
+        return f"{kind!r} is of {len(_ROLES[kind])} operators, not of {list(operators)}"
+    modules = [root.get_submodule(name) for name in operators]
+    for name, module in zip(operators, modules, strict=True):
+        parent = root.get_submodule(name.rpartition(".")[0])
+        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        reasons = {
+            f"is {_qualified(module)} and not exactly of one of {_CLASSES[kind]}": _qualified(module)
+            not in _CLASSES[kind],
+            "is the layer that an adapter is around": getattr(parent, "base_layer", None) is module,
+            "has a forward of its own": "forward" in vars(module),
+            "has hooks": any(vars(module)[hooks] for hooks in _HOOKS),
+            "has hooks of its weights": any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters),
+            "has weights of another class than torch's": any(type(p) is not nn.Parameter for p in parameters),
+            "has other parameters than a weight and a bias": not {"weight"}
+            <= module._parameters.keys()
+            <= {"weight", "bias"},
+            "shares its weights": any(owners[parameter] > 1 for parameter in parameters),
+            "has modules or buffers inside": bool(module._modules or module._buffers),
+            "has max_norm, scale_grad_by_freq or sparse": any(
+                getattr(module, option, None) for option in ("max_norm", "scale_grad_by_freq", "sparse")
+            ),
+        }
+        found = next((text for text, is_so in reasons.items() if is_so), None)
+        if found is not None:
+            return f"{name!r} {found}"
+    if kind == "pair":
+        weights: list[Any] = [module._parameters["weight"] for module in modules]
+        dims = [_OUT_DIMS[_qualified(module)] for module in modules]
+        made, taken = weights[0].shape[dims[0]], weights[1].shape[1 - dims[1]]
+        if made != taken or weights[0].dtype != weights[1].dtype or modules[0] is modules[1]:
+            return (
+                f"{operators[1]!r} takes {taken} features of {weights[1].dtype}, and"
+                f" {operators[0]!r} makes {made} of {weights[0].dtype}"
+            )
+    return ""
+
+
+def make_stationary(root: nn.Module, kind: str, operators: Sequence[str], ranks: Ranks) -> None:
+    """Makes operators of a model move activations, in place; they can, see `refusal`. Call it on all ranks.
+
+    Each rank keeps its part of the parameters that it has, in memory of its own on the device of the mesh.
+    """
+    pair = Pair(operators[0], operators[1]) if kind == "pair" else None
+    for module, role in zip(map(root.get_submodule, operators), _ROLES[kind], strict=True):
+        out_dim = _OUT_DIMS.get(_qualified(module), 0)
+        # columns and the first of a pair are cut along outputs, the others along inputs; embeddings along features
+        weight_dim = 1 if role is _Embedding else out_dim if issubclass(role, _Column) else 1 - out_dim
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = _cut(parameter, ranks.mesh, weight_dim if name == "weight" else 0)
+        vars(module)[_STATE] = _State(ranks=ranks, whole_type=type(module), pair=pair)
+        module.__class__ = _class_of(role, type(module))  # type: ignore[arg-type]
+
+
+def is_stationary(module: object) -> bool:
+    """Tells if a module moves activations."""
+    return isinstance(module, _Stationary)
+
+
+@contextmanager
+def as_whole(module: nn.Module) -> Iterator[None]:
+    """Gives a module that moves activations the class that it had, within the context; its parameters stay."""
+    kind, state = type(module), vars(module).pop(_STATE)
+    module.__class__ = state.whole_type
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+        vars(module)[_STATE] = state
+
+
+def _cut(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    """Parameter of this rank's part of a whole one, with the attributes that users have set."""
+    sizes = part_sizes(parameter.shape[dim], mesh.size())
+    own = parameter.detach().split(sizes, dim)[mesh.get_local_rank()]
+    copy = own.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+    cut = DTensor.from_local(copy, mesh, [Shard(dim)], shape=parameter.shape, stride=parameter.stride())
+    return parameter_like(cut, parameter)
+
+
+def _qualified(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+@cache
+def _class_of(role: type[_Stationary], whole_type: type[nn.Module]) -> type[nn.Module]:
+    """Subclass of a role and of the module's own class."""
+    name = f"{whole_type.__module__}.{whole_type.__qualname__}"
+    # The compiler knows neither what ranks agree on nor `Features`: it goes around.
+    forward = torch.compiler.disable(role.forward)
+    return type(whole_type.__name__, (role, whole_type), {"_out_dim": _OUT_DIMS.get(name, 0), "forward": forward})

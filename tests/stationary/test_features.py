@@ -1,0 +1,133 @@
+"""Tensors between the two operators of a pair: elementwise functions alone, and random numbers of each rank."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.stationary.exchanges import Call
+from lightning_osdp.stationary.features import Features, Pair
+
+
+def features(values, rank=0, pair=None):
+    call = Call(None, rank, (2, 2), lambda: None)
+    return Features.of(values, pair or Pair("up", "down"), call, torch.Size([2]))
+
+
+def new_gelu(x):
+    """As transformers writes it."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+ELEMENTWISE = {
+    "relu": F.relu,
+    "relu_": lambda x: F.relu(x * 1, inplace=True),
+    "module": nn.GELU("tanh"),
+    "silu": F.silu,
+    "leaky": nn.LeakyReLU(0.1),
+    "new_gelu": new_gelu,
+    "gated": lambda x: x * torch.sigmoid(1.702 * x),
+    "scaled": lambda x: x * torch.tensor(0.5),
+    "prelu": nn.PReLU(),
+    "precision": lambda x: F.gelu(x.float()).to(x.dtype),
+    "evaluated dropout": nn.Dropout(0.5).eval(),
+    "contiguous": lambda x: x.contiguous().clone(),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_functions_compute_as_on_plain_tensors(name):
+    values = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    function = ELEMENTWISE[name].double() if isinstance(ELEMENTWISE[name], nn.Module) else ELEMENTWISE[name]
+    for _ in range(2):  # the second time it is known
+        found = function(features(values))
+        assert isinstance(found, Features)
+        assert torch.equal(found.plain(), function(values))
+        (of_found,) = torch.autograd.grad(found.plain().sum(), values)
+        (of_values,) = torch.autograd.grad(function(values).sum(), values)
+        assert torch.equal(of_found, of_values)
+
+
+OTHERS = {
+    "softmax": lambda x: F.softmax(x, -1),
+    "normalized": lambda x: F.layer_norm(x, (3,)),
+    "module": nn.LayerNorm(3),
+    "batch": nn.BatchNorm1d(3),
+    "batch without values": nn.BatchNorm1d(3, affine=False, track_running_stats=False),
+    "per feature": lambda x: x * torch.randn(3),
+    "mask": lambda x: x.masked_fill(torch.rand(4, 1) > 0.5, 0),
+    "mean": lambda x: x - x.mean(),
+    "glu": lambda x: F.glu(torch.cat([x, x], -1)),
+    "flipped": lambda x: x.flip(-1),
+    "cumulative": lambda x: x.cumsum(0),
+    "linear": nn.Linear(3, 3),
+    "indexed": lambda x: x[:2],
+    "channels": lambda x: F.dropout1d(x[None], 0.5)[0],
+    "item": lambda x: x.max().item(),
+    "joined": lambda x: torch.cat([x, x]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_functions_are_refused_each_time(name):
+    pair = Pair("up", "down")
+    for _ in range(2):
+        with pytest.raises(
+            ConfigurationError, match="only elementwise functions of one tensor between 'up' and 'down'"
+        ):
+            OTHERS[name](features(torch.randn(4, 3), pair=pair))
+
+
+def test_an_error_says_which_function():
+    with pytest.raises(ConfigurationError, match=re.escape("got softmax, which runs _softmax")):
+        F.softmax(features(torch.randn(4, 3)), -1)
+
+
+def masks(rank, times=1):
+    torch.manual_seed(0)
+    pair = Pair("up", "down")
+    return [F.dropout(features(torch.ones(64, 64), rank, pair), 0.25).plain() for _ in range(times)]
+
+
+def test_dropout_draws_other_numbers_on_each_rank_and_the_same_with_one_seed():
+    (of_0,), (of_1,), again = masks(0), masks(1), masks(0)[0]
+    assert torch.equal(of_0, again)
+    assert 0.55 < (of_0 == of_1).float().mean() < 0.7  # 0.75 ** 2 + 0.25 ** 2 = 0.625
+    assert 0.7 < (of_0 > 0).float().mean() < 0.8
+    first, second = masks(0, times=2)
+    assert not torch.equal(first, second)
+
+
+def test_random_numbers_go_on_alike_on_all_ranks():
+    states = []
+    for rank in (0, 1):
+        masks(rank, times=2)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+def test_functions_without_random_numbers_leave_the_state():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    F.gelu(features(torch.randn(4, 3, generator=torch.Generator())))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_that_runs_again_draws_the_same():
+    torch.manual_seed(0)
+    pair = Pair("up", "down")
+    values = torch.randn(32, 16, requires_grad=True)
+
+    def block(x):
+        return F.dropout(F.gelu(features(x, 1, pair)), 0.5).plain() ** 2
+
+    kept = torch.get_rng_state()
+    (of_checkpoint,) = torch.autograd.grad(checkpoint(block, values, use_reentrant=False).sum(), values)
+    torch.set_rng_state(kept)
+    (plain,) = torch.autograd.grad(block(values).sum(), values)
+    assert torch.equal(of_checkpoint, plain)
