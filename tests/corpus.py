@@ -1,9 +1,11 @@
 """Random models, clusters and settings, drawn by a seed: the corpus whose predictions are kept beside the tests."""
 
+import collections
 import dataclasses
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Contention, Link, Links, UnitOverhead
+from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import (
     BlockProfile,
     Cut,
@@ -134,6 +136,27 @@ def draw_profile(draw, *, most_blocks=4):
         return dataclasses.replace(profile, segments=tuple(again), spans=spans)
     blocks = dict.fromkeys(".".join(name.split(".")[:2]) for name in names if name.startswith("h."))
     return dataclasses.replace(profile, blocks=tuple(_block(draw, profile, name) for name in blocks))
+
+
+def with_exchanges(draw, profile):
+    """The profile in which most of the operators that are trained and called once may move activations."""
+    calls = collections.Counter(segment.operator for segment in profile.segments)
+    found = []
+    for operator in profile:
+        rows = draw.choice([0.25, 1.0, 8.0])
+        if operator.num_trainable and operator.cut and calls[operator.name] == 1 and draw.random() < 0.8:
+            needs = draw.random() < 0.8
+            found.append(
+                Exchange(
+                    draw.choice(["column", "row", "embedding"]),
+                    (operator.name,),
+                    input_bytes=operator.cut.input_bytes * rows,
+                    input_gradient_bytes=operator.cut.input_gradient_bytes * (rows if needs else 0.0),
+                    output_bytes=operator.cut.output_bytes * rows,
+                    saved_bytes=operator.cut.input_bytes * (rows if draw.random() < 0.5 else 0.0),
+                )
+            )
+    return dataclasses.replace(profile, exchanges=tuple(found))
 
 
 def draw_cluster(draw):

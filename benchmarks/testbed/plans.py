@@ -87,7 +87,7 @@ def sent_bytes(plan: Plan) -> float:
     for unit in plan.units:
         for mode in unit.treatments:
             effects = effects_of(mode if unit.name or effects_of(mode).is_kept else DP)  # the root is never freed
-            if effects.is_resident:
+            if effects.is_passed_over:
                 continue
             for kind, number in effects.counts(num_micro_batches=plan.num_micro_batches).items():
                 collective = COLLECTIVES.get(kind)

@@ -49,11 +49,11 @@ def assign_modes(
         worth_s: a step time that is of no use: where none below it is possible, the modes are not improved further.
     """
     first = found = _assigned(setting, memory_limit_bytes, search, worth_s)
-    leaves_out = first is not None and any(mode.needs_nodes or effects_of(mode).is_resident for mode in first.modes)
+    leaves_out = first is not None and any(mode.needs_nodes or effects_of(mode).is_passed_over for mode in first.modes)
     if first is None or (len(setting.activations) == 1 and not leaves_out):
         return found
-    # The closed form may leave out what a block keeps beside its gathered unit, what is larger in nodes, and what is
-    # gathered ahead in place of resident units.
+    # The closed form may leave out what a block keeps beside its gathered unit, what is larger in nodes, what is
+    # gathered ahead in place of units that gather nothing, and activations of all ranks while these run.
     room_bytes = memory_limit_bytes
     for _ in range(MAX_TRIES):
         if found is None:

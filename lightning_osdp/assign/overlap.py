@@ -87,7 +87,7 @@ class _Incumbent:
         self.setting, self.rooms, self.problem = setting, rooms, setting.costs.additive
         self.modes: Modes = self.problem.least_memory_modes
         self.time_s, self.stalls_s = setting.costs.clock.step(self.modes)
-        may_stay = any(effects_of(mode).is_resident for options in self.problem.options for mode in options)
+        may_stay = any(effects_of(mode).is_passed_over for options in self.problem.options for mode in options)
         self.num_left = MAX_SIMULATED_UNITS // (len(setting.units) * (RESIDENT_UNITS if may_stay else 1))
         self._simulated = {self.modes: StepTime(self.time_s, self.stalls_s)}
 

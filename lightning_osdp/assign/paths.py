@@ -15,13 +15,15 @@ to do without what they would save. The last two count in full, although a detou
 passes some of them by: it is worth so much less as that may be at most. So the least seconds of a path under the limit
 are those of the nested knapsack that is solved where nothing overlaps, and its bound on them is a bound on the step.
 Where units may leave their reduce-scatters to the last micro-batch, the order above holds there alone: a path then has
-gathers after c in that one only, no detours, and waits for no gathers before c. Where units may be sharded in nodes,
-there are no detours and no such waits either: how long collectives take depends on modes then. Collectives inside of
+gathers after c in that one only, no detours, and waits for no gathers before c. Where units may be sharded in nodes, or
+move activations, there are no detours and no such waits either: which collectives there are, and how long they take,
+depends on modes then. Collectives inside of
 nodes are on no path, for they have a communicator of their own; of a unit that is sharded there c is the all-reduce
 between nodes. A unit that may be resident is waited for by no path before c, for it may gather nothing, and what is
 gathered ahead may take its place: a gather of backward is taken to be issued where backward comes to the last unit
-before that is never resident. Computing does not depend on modes otherwise, so there is little to be had from weighing
-several paths (a Lagrangian): the largest of their bounds is taken.
+before that is never resident. So it is where a unit may move activations. Its exchanges are on every path: computing
+goes on behind them, and collectives that are issued later run later. Computing does not depend on modes otherwise, so
+there is little to be had from weighing several paths (a Lagrangian): the largest of their bounds is taken.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from lightning_osdp.assign.additive import Additive
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.axes import ZDP, Treatment
 from lightning_osdp.cost import block_s, copied_s
-from lightning_osdp.engine import COLLECTIVES, effects_of
+from lightning_osdp.engine import COLLECTIVES, EXCHANGES, effects_of
 
 _FILLER = 1e-9
 """Weight of a detour to a unit that is kept: it costs nothing now, and something in modes that free the unit."""
@@ -72,12 +74,14 @@ class Paths:
         self._reduces_s = {
             kind: collectives_s[kind]
             for kind, each in COLLECTIVES.items()
-            if kind in collectives_s and each.link == "all" and each.operation != "all_gather"
+            if kind in collectives_s and each.link == "all" and each.operation not in {"all_gather", *EXCHANGES}
         }
         self._num_micro_batches = setting.workload.num_micro_batches
         offered = {effects_of(mode) for options in self._options for mode in options}
         self._may_accumulate = any(each.waits for each in offered)
-        self._may_wait = not self._may_accumulate and all(each.sharded_over == "all" for each in offered)
+        self._may_wait = not self._may_accumulate and not any(
+            each.sharded_over != "all" or each.exchanges for each in offered
+        )
         # Micro-batches of a step in which a gather comes after every reduce-scatter that was issued before it. Where
         # units may leave theirs to the last micro-batch, a gather of another one need not have waited for anything.
         self._num_ordered = 1 if self._may_accumulate else self._num_micro_batches
@@ -85,8 +89,11 @@ class Paths:
         self._gathered: list[int] = []  # units that are gathered whatever their mode
         self._regathers: list[tuple[int, int]] = []  # units if freed, with the number of reduce-scatters before
         self._detours: dict[int, list[_Detour]] = {}  # by where they return
+        # units that may gather nothing
         self._may_stay = {
-            unit for unit, options in enumerate(self._options) if any(effects_of(mode).is_resident for mode in options)
+            unit
+            for unit, options in enumerate(self._options)
+            if any(effects_of(mode).is_passed_over for mode in options)
         }
         self._walk()
 
@@ -173,6 +180,7 @@ class Paths:
     def _direct_s(self, options: Sequence[Sequence[Treatment]]) -> list[float]:
         """Seconds of a step's path without detours, for each turn: of each unit the least of its options."""
         more_s = [0.0] * (len(self._constants_s) + 1)
+        more_s[0] += sum(min(self._exchanges_s(unit, mode) for mode in each) for unit, each in enumerate(options))
         for unit, turn in self._flattened.items():
             more_s[turn] += min(self._own_s(unit, mode) for mode in options[unit])
             reduces_s = min(self._all_reduces_s(unit, mode) for mode in options[unit])
@@ -196,14 +204,21 @@ class Paths:
         """Seconds of a step, before the unit's gradients are reduced, that depend on its mode alone."""
         return self._setting.costs.unit_s(self._setting.units[unit], mode, "overhead", "activations")
 
+    def _exchanges_s(self, unit: int, mode: Treatment) -> float:
+        """Seconds of a step in which the unit's activations are exchanged."""
+        if not effects_of(mode).exchanges:
+            return 0.0
+        seconds = self._clock.durations.collectives_s
+        return self._num_micro_batches * sum(seconds[kind][unit] for kind in EXCHANGES)
+
     def _is_again(self, mode: Treatment) -> bool:
         """True where a unit is gathered again over all ranks, where paths are."""
-        return effects_of(mode).left_over == "all"
+        return effects_of(mode).left_over == "all" and not effects_of(mode).exchanges
 
     def _num_gathers(self, mode: Treatment) -> int:
         """Number of gathers in a step over all ranks of a unit that is not there, whether or not forward frees it."""
         effects = effects_of(mode)
-        if effects.sharded_over != "all" or effects.is_resident:
+        if effects.sharded_over != "all" or effects.is_passed_over:
             return 0
         return 1 if effects.stays else self._num_micro_batches
 
@@ -226,7 +241,8 @@ class Paths:
             turn = self._flattened[unit]
             times_s.append(
                 {
-                    mode: (self._own_s(unit, mode) if turn <= path.turn else 0.0)
+                    mode: self._exchanges_s(unit, mode)
+                    + (self._own_s(unit, mode) if turn <= path.turn else 0.0)
                     + (self._all_reduces_s(unit, mode) if turn >= path.turn else 0.0)
                     + gathered[unit] * self._num_gathers(mode) * self._gather_s[unit]
                     + (freed_s[unit] if self._is_again(mode) else 0.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
 from lightning_osdp.assign.menu import Price, subject_of, unbeaten
-from lightning_osdp.core.axes import ALL_MODES, DP, KEEP, ZDP, Subject, Treatment, freed_and_kept
+from lightning_osdp.core.axes import ALL_MODES, DP, KEEP, STATIONARY, ZDP, Subject, Treatment, freed_and_kept
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.step import Step
@@ -44,7 +44,7 @@ class Variants:
         key = (setting.units, setting.activations, what)
         if key not in self._made:
             self._made[key] = tuple(make())
-        names = ("workload", "modes", "engine", "least_ahead", "counts_least_ahead")
+        names = ("workload", "modes", "moving", "engine", "least_ahead", "counts_least_ahead")
         return [replace(each, **{name: getattr(setting, name) for name in names}) for each in self._made[key]]
 
 
@@ -66,6 +66,8 @@ class Setting(Step):
 
     modes: Modes = ALL_MODES
     """Modes that units may take; which micro-batches reduce gradients matters where there are several."""
+    moving: frozenset[str] = frozenset()
+    """Units, by name, that move activations whatever the modes; no other unit's bytes count on their being gathered."""
     activations: tuple[str, ...] = (KEEP,)
     """Values of ``saves`` that units may take that are blocks."""
     decided: Decided = Decided()
@@ -190,7 +192,11 @@ class Costs:
         """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
         setting, known = self._setting, cache(self._within)
         return tuple(
-            (DP,) if unit.is_root else known(subject_of(unit, setting, setting.engine), self._choices(unit))
+            (DP,)
+            if unit.is_root
+            else (STATIONARY,)
+            if unit.name in setting.moving
+            else known(subject_of(unit, setting, setting.engine), self._choices(unit))
             for unit in setting.units
         )
 
@@ -205,7 +211,7 @@ class Costs:
     def _within(self, subject: Subject, choices: tuple[str, ...]) -> Modes:
         """Treatments that are offered and apply."""
         if self._setting.is_paper:
-            subject = replace(subject, has_nodes=False, may_stay=False)
+            subject = replace(subject, has_nodes=False, may_stay=False, may_exchange=False)
         modes = dict.fromkeys(mode.within(subject) for mode in self._setting.modes)
         return tuple(mode.but(saves=choice) for choice in choices for mode in modes)
 
@@ -243,7 +249,7 @@ class Costs:
         def of(unit: UnitProfile, options: Modes, mode: Treatment) -> Treatment:
             if unit.is_root:
                 return freed_and_kept(mode)[1].only("home", "keep")
-            return next((each for each in (mode, mode.only("home", "keep")) if each in options), options[0])
+            return next((each for each in (mode, mode.only("moves", "home", "keep")) if each in options), options[0])
 
         offered = dict.fromkeys(
             mode for options in self.options[1:] or self.options for mode in options if "saves" not in mode
@@ -280,7 +286,8 @@ class Costs:
         setting = self._setting
         if setting.is_paper:
             return paper_memory(setting)
-        return step_memory(setting, activations=setting.activations, engine=setting.bytes_engine)
+        moving = [place for place, unit in enumerate(setting.units) if unit.name in setting.moving]
+        return step_memory(setting, activations=setting.activations, moving=moving, engine=setting.bytes_engine)
 
     @cached_property
     def compute_s(self) -> float:

@@ -25,6 +25,8 @@ class Subject:
     """True if backward comes to the unit."""
     is_trained: bool = True
     """True if any of its parameters is trained."""
+    may_exchange: bool = True
+    """True if its operators can work on their parts of all ranks' activations, as an `Exchange` says."""
     may_stay: bool = True
     """True if its unsharded weights stay right from one step to the next, for nothing of the unit is trained."""
     may_wait: bool = True
@@ -55,17 +57,24 @@ class Axis:
     """True if the slices of one operator may have different values."""
 
 
-def _home_applies(value: str, _: Treatment, subject: Subject) -> bool:
-    return value == "all" or subject.has_nodes
+def _moves_applies(value: str, _: Treatment, subject: Subject) -> bool:
+    return value == "weights" or subject.may_exchange
+
+
+def _home_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
+    """Tells if a unit can be sharded over these ranks: one that moves activations is, over all of them."""
+    return value == "all" or (subject.has_nodes and treatment["moves"] == "weights")
 
 
 def _keep_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
-    """Tells if forward can leave so much of a unit.
+    """Tells if forward can leave so much of a unit. Of one that moves activations it leaves nothing.
 
     Only frozen units can stay unsharded for ever. They are sharded over all ranks, for a shard in the node would save
     no all-gather where there is one in a fit. A shard in the node serves units that are sharded over more ranks than
     those of a node, and that backward comes to.
     """
+    if treatment["moves"] == "activations":
+        return value == "nothing"
     if value == "always":
         return subject.may_stay and treatment["home"] == "all"
     return value != "node" or (subject.has_nodes and subject.is_reached and treatment["home"] == "all")
@@ -74,9 +83,10 @@ def _keep_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
 def _reduce_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
     """Tells if gradients can be reduced so: in nodes alone only where the unit is sharded there.
 
-    Units that stay unsharded for ever have no gradients.
+    Units that stay unsharded for ever have no gradients. Where activations move, each micro-batch makes the gradients
+    of shards as they are after a reduction.
     """
-    may_wait = subject.may_wait and treatment["keep"] != "always"
+    may_wait = subject.may_wait and treatment["keep"] != "always" and treatment["moves"] == "weights"
     return value == "every" or (may_wait and (value != "node" or treatment["home"] == "node"))
 
 
@@ -92,6 +102,16 @@ def _saves_applies(value: str, _: Treatment, subject: Subject) -> bool:
 AXES: Mapping[str, Axis] = {
     axis.name: axis
     for axis in (
+        # What goes from rank to rank for a unit: its weights, which are gathered; or activations of its operators, each
+        # rank working with its part of the weights on the samples of all.
+        Axis(
+            name="moves",
+            on="unit",
+            values=("activations", "weights"),
+            default="weights",
+            applies=_moves_applies,
+            can_change=False,
+        ),
         # Over which ranks a unit is sharded between steps: all, or those of a node; each node then has all of it, and
         # what a rank gets of reduced gradients is all-reduced between nodes.
         Axis(name="home", on="unit", values=("all", "node"), default="all", applies=_home_applies, can_change=False),
@@ -178,7 +198,7 @@ class Treatment(Mapping[str, str]):
     @property
     def name(self) -> str:
         """Name of the treatment of a unit's parameters in tables, which tell apart how its gradients are reduced."""
-        own = self.only("home", "keep")
+        own = self.only(*_OF_NAMES)
         return next(name for name, named in NAMED_MODES.items() if named == own)
 
     @property
@@ -247,6 +267,10 @@ and ranks of a node."""
 HDP = Treatment(home="node", keep="whole")
 """DP among the ranks of a node, replicated across nodes: ``_HYBRID_SHARD_ZERO2``."""
 
+STATIONARY = Treatment(moves="activations")
+"""Never gathered: ranks exchange inputs and outputs of its operators, of which each computes its part. Column-wise and
+row-wise tensor parallelism of an operator, with data parallelism around it."""
+
 NAMED_MODES: Mapping[str, Treatment] = {
     "ZDP": ZDP,
     "hpZ": HPZ,
@@ -254,13 +278,17 @@ NAMED_MODES: Mapping[str, Treatment] = {
     "resident": RESIDENT,
     "HSDP": HSDP,
     "HDP": HDP,
+    "stationary": STATIONARY,
 }
 """Treatments of a unit's parameters by the names that people know, in the order in which they are offered: of those
-that are sharded over the same ranks, the one with the least memory first."""
+that gather a unit over the same ranks, the one with the least memory first."""
 
-MODES = {
-    name: mode for name, mode in NAMED_MODES.items() if mode.within(Subject(has_nodes=False, may_stay=False)) == mode
-}
+_OF_NAMES = ("moves", "home", "keep")
+"""Axes that names tell."""
+
+_EVERYWHERE = Subject(has_nodes=False, may_stay=False, may_exchange=False)
+
+MODES = {name: mode for name, mode in NAMED_MODES.items() if mode.within(_EVERYWHERE) == mode}
 """Named modes that apply to any unit on any cluster, in the same order."""
 
 SYNC_CHOICES = ("every", "last", "node")
@@ -294,10 +322,11 @@ def named(*names: str, reduce: str = "every") -> tuple[Treatment, ...]:
 def freed_and_kept(treatment: Treatment) -> tuple[Treatment, Treatment]:
     """Returns the treatment twice: with nothing of the unit left after forward, and with all of it kept.
 
-    A unit that is kept for ever is so in the second.
+    A unit that is kept for ever is so in the second. Where activations move, weights do in both.
     """
-    kept = treatment if treatment["keep"] == "always" else treatment.but(keep="whole")
-    return treatment.but(keep="nothing"), kept
+    gathered = treatment.but(moves="weights")
+    kept = gathered if gathered["keep"] == "always" else gathered.but(keep="whole")
+    return gathered.but(keep="nothing"), kept
 
 
 def modes_of(names: Collection[str] = tuple(MODES), sync: Collection[str] = SYNC_CHOICES) -> tuple[Treatment, ...]:
@@ -306,7 +335,7 @@ def modes_of(names: Collection[str] = tuple(MODES), sync: Collection[str] = SYNC
     All values are offered of axes of units that neither says anything of.
     """
     modes = [mode for name, mode in NAMED_MODES.items() if name in names]
-    others = [axis for axis in AXES.values() if axis.on == "unit" and axis.name not in {"home", "keep", "reduce"}]
+    others = [axis for axis in AXES.values() if axis.on == "unit" and axis.name not in {*_OF_NAMES, "reduce"}]
     values = [
         dict(zip((axis.name for axis in others), each, strict=True))
         for each in product(*(axis.values for axis in others))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightning_osdp.core.affine import ZERO, Affine
+from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.text.stored import Stored
 
 Span = tuple[int, int]
@@ -235,6 +236,9 @@ class ModelProfile(Stored):
     optimizer: OptimizerProfile = OptimizerProfile()
     buffer_bytes: int = 0
     batch_bytes: Affine = ZERO
+    exchanges: tuple[Exchange, ...] = ()
+    """Operators, and pairs of operators, whose activations can move in place of their weights; an operator may be in
+    several pairs, and by itself."""
     children_apart: bool = False
     """True: backward may run after each child of the root, as in manual optimization, and not for all at once."""
     notes: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from itertools import takewhile
 from types import MappingProxyType
 
 from lightning_osdp.core.affine import ZERO, Affine
+from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import BlockProfile, ModelProfile, OperatorProfile, ParameterProfile, Segment, Span
 
 
@@ -33,6 +34,8 @@ class UnitProfile:
     block: BlockProfile | None = None
     """Unit's module as a block, whose activations are chosen with the unit's modes; None where the module is no block
     or other units lie inside."""
+    exchange: Exchange | None = None
+    """Exchange by which its activations can move; None where they cannot."""
 
     @property
     def is_root(self) -> bool:
@@ -181,26 +184,27 @@ def outermost(operators: Sequence[OperatorProfile]) -> dict[str, list[OperatorPr
 
 
 def merged(
-    profile: ModelProfile, units: Sequence[UnitProfile], names: Collection[str]
+    profile: ModelProfile, units: Sequence[UnitProfile], names: Collection[str], *, but: Collection[str] = ()
 ) -> tuple[UnitProfile, ...] | None:
     """Units with one at each named module in place of all units and parameters inside; None where one cannot be.
 
     A module cannot hold all parameters below it where some of them are also used outside its forward, or where they
     train in several dtypes: gradients of a unit are reduced in one tensor. No named module is inside another. Units of
-    several modules are taken apart.
+    several modules are taken apart. Units whose names are in ``but`` stay as they are.
     """
     wanted = set(names)
     members: dict[str, list[OperatorProfile]] = {"": []}
     for unit in units:
         for operator in unit.operators:
-            around = () if operator.stands_alone else (operator.name, *_ancestors(operator.name))
+            stays = operator.stands_alone or unit.name in but
+            around = () if stays else (operator.name, *_ancestors(operator.name))
             above = next((name for name in around if name in wanted), None)
             if above is not None and above not in operator.enclosing:
                 return None
             members.setdefault(unit.name if above is None else above, []).append(operator)
     if not all(have_one_dtype(members.get(name, ())) for name in wanted):
         return None
-    return _units(profile, members)
+    return _units(profile, members, {unit.name: unit.modules for unit in units if unit.modules and unit.name in but})
 
 
 def joined(
@@ -296,25 +300,45 @@ def _units(
     for segment in profile.segments[:-1]:  # the loss is of no unit, not even of an operator that is the root
         segments.setdefault(segment.operator, []).append(segment)
     trained_from = _trained_from(profile)
+    exchanges = {each.operators: each for each in profile.exchanges}
     units = []
-    for name, operators in members.items():
+    for name, unordered in members.items():
         calls = _calls(profile, name, modules.get(name))
+        operators = tuple(sorted(unordered, key=lambda operator: position[operator.name]))
+        exchange = exchanges.get(tuple(operator.name for operator in operators))
+        if exchange is not None and not _may_exchange(profile, exchange, modules.get(name, (name,)), calls):
+            exchange = None
         units.append(
             UnitProfile(
                 name=name,
-                operators=tuple(sorted(operators, key=lambda operator: position[operator.name])),
+                operators=operators,
                 segments=tuple(part for operator in operators for part in segments.get(operator.name, ())),
                 calls=calls,
                 trained_from=trained_from,
                 is_read=_is_read(profile, modules.get(name, (name,)), operators, calls, trained_from),
                 modules=tuple(modules.get(name, ())),
                 block=None if name in modules else blocks.get(name),
+                exchange=exchange,
             )
         )
     # where units span equal segments, the outer one comes first
     return tuple(
         sorted(units, key=lambda unit: (not unit.is_root, unit.first, -unit.last, _depth(unit.name), unit.name))
     )
+
+
+def _may_exchange(profile: ModelProfile, exchange: Exchange, modules: Collection[str], calls: Sequence[Span]) -> bool:
+    """Tells if a unit of these modules is an exchange's operators and nothing else, and runs once in each step.
+
+    What is run again in backward would exchange its inputs again, and what is copied to the host would be gathered.
+    """
+    if tuple(modules) != exchange.operators or len(calls) != 1:
+        return False
+    ((first, last),) = calls
+    is_again = any(
+        each.surrounds(first, last) or exchange.operators[0] in each.modules for each in profile.rerun.values()
+    )
+    return not is_again and not any(start <= last and first <= end for (start, end), _ in profile.copied)
 
 
 def _is_read(

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.step import Step
-from lightning_osdp.engine import DEFAULT, FSDP2, effects_of, num_shards
+from lightning_osdp.engine import (
+    DEFAULT,
+    FSDP2,
+    effects_of,
+    evaluation_beside,
+    moving_activations,
+    num_shards,
+)
 from lightning_osdp.engine.layout import Layout
 
 
@@ -19,9 +26,10 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
 
         base + [P of the root and of all DP units] + max_i ( [P of ZDP units that run] + e_i )
 
-    and the buffers of all-gathers. Without a backward to free it, a DP unit stays gathered after its first forward, and
-    of an hpZ unit a shard stays in each node. Lightning has zeroed the gradients. An
-    evaluation batch has as many samples as a micro-batch of the training step, on which e_i is measured.
+    and the buffers of all-gathers; or, of units that move activations, inputs and outputs of all ranks. Without a
+    backward to free it, a DP unit stays gathered after its first forward, and of an hpZ unit a shard stays in each
+    node. Lightning has zeroed the gradients. An evaluation batch has as many samples as a micro-batch of the training
+    step, on which e_i is measured.
     """
     profile, units = step.profile, step.units
     micro_batch_size = step.workload.micro_batch_size
@@ -30,8 +38,8 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
     stays = [unit.is_root or each.is_kept for unit, each in zip(units, effects, strict=True)]
     running = [0.0] * len(profile.segments)
     gathering = [0.0] * len(profile.segments)
-    for unit, size, is_kept in zip(units, layout.units, stays, strict=True):
-        for first, last in unit.calls:
+    for unit, size, is_kept, each in zip(units, layout.units, stays, effects, strict=True):
+        for first, last in unit.calls if not each.exchanges else ():
             gathering[first] = max(gathering[first], size.cast_shard, size.buffer)
             for segment in range(first, last + 1) if not is_kept else ():
                 running[segment] += size.gathered
@@ -41,6 +49,8 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
         for size, each in zip(layout.units, effects, strict=True)
         if each.leaves_shard
     )
+    for place, num_bytes in evaluation_beside(step, moving_activations(step, modes)).items():
+        running[place] += num_bytes
     transient = (
         whole + max(segment.evaluation_bytes.at(micro_batch_size), cast)
         for segment, whole, cast in zip(profile.segments, running, gathering, strict=True)

@@ -24,14 +24,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine import FREED, FSDP2, MOST_SIMULATED, Event, Moment, leaving_order
+from lightning_osdp.engine import FSDP2, MOST_SIMULATED, Effects, Event, Moment, effects_of, leaving_order
 
 
-def largest_moments(step: Step, engine: FSDP2) -> tuple[dict[int, Moment], Moment]:
-    """Largest moments of a step in which every unit is ZDP and reduces its gradients in each micro-batch.
+def largest_moments(step: Step, modes: Sequence[Treatment], engine: FSDP2) -> tuple[dict[int, Moment], Moment]:
+    """Largest moments of a step in these modes: ZDP, but of units that move activations in all that are asked for.
 
     Returns:
         By k, the largest moment at which the first k units of `leaving_order` are freed; there is none for a k at which
@@ -44,13 +45,14 @@ def largest_moments(step: Step, engine: FSDP2) -> tuple[dict[int, Moment], Momen
         if num_freed not in largest or num_bytes > largest[num_freed].num_bytes:
             largest[num_freed] = moment()
 
-    live = engine.live_parts(step, keep_if_largest, is_bound=True)
+    live = engine.live_parts(step, keep_if_largest, modes=modes, is_bound=True)
     simulated = _events(
         step.units,
-        min(MOST_SIMULATED, step.workload.num_micro_batches),
-        len(step.profile.segments),
-        tuple(step.profile.rerun.items()),
-        engine,
+        tuple(effects_of(mode) for mode in modes),
+        num_micro_batches=min(MOST_SIMULATED, step.workload.num_micro_batches),
+        num_segments=len(step.profile.segments),
+        rerun=tuple(step.profile.rerun.items()),
+        engine=engine,
     )
     for events in simulated:
         live.begin_micro_batch()
@@ -67,15 +69,17 @@ def largest_moments(step: Step, engine: FSDP2) -> tuple[dict[int, Moment], Momen
 @lru_cache(maxsize=128)
 def _events(
     units: tuple[UnitProfile, ...],
+    effects: tuple[Effects, ...],
+    *,
     num_micro_batches: int,
     num_segments: int,
     rerun: tuple[tuple[str, Rerun], ...],
     engine: FSDP2,
 ) -> list[list[Event]]:
-    """Events of micro-batches in which every unit is ZDP; they do not depend on how many samples these have."""
+    """Events of micro-batches with these effects; they do not depend on how many samples these have."""
     return engine.micro_batches(
         units,
-        [FREED] * len(units),
+        effects,
         num_micro_batches=num_micro_batches,
         num_segments=num_segments,
         rerun=dict(rerun),

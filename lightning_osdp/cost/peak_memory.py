@@ -25,6 +25,10 @@ Where a unit is a block that may recompute or offload, it saves A_u bytes beyond
 forward has left it to where backward comes back: they count as x_u P_u does. floor_k is then the largest moment of
 any choice, without its A_u, and with what any two of the blocks may have in flight to the host.
 
+A unit that moves activations holds what its operators save beyond the rest, E_u, from forward to backward, as x_u P_u.
+What it holds while it runs is left out, and so is what it does not gather; but where it is known to move activations,
+floor_k is that of a step in which it does.
+
 A bound, for not all of these are alive at the same time as the rest: floor_k has P_u of the units that run then, kept
 or not; the first micro-batch has not made all gradients yet, and the last one has reduced some.
 `exact_peak` has it exactly.
@@ -33,13 +37,13 @@ or not; the first micro-batch has not made all gradients yet, and the last one h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_osdp.core.axes import KEEP, Treatment
+from lightning_osdp.core.axes import KEEP, STATIONARY, ZDP, Treatment
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
@@ -54,6 +58,7 @@ from lightning_osdp.engine import (
     in_flight_bytes,
     in_modes,
     leaving_order,
+    saved_beyond,
     stays_bytes,
     with_activations,
 )
@@ -117,6 +122,8 @@ class StepMemory:
     states_bytes: tuple[float, ...] = ()
     """Bytes of each unit's shard, state and reduced gradient that a rank holds beyond those of ZDP where the unit is
     sharded in the node, in the order of all units; empty where none may be."""
+    exchanged_bytes: Mapping[int, float] = field(default_factory=dict)
+    """E of each unit that may move activations, by its position among all units."""
 
     @cached_property
     def places(self) -> Mapping[int, int]:
@@ -145,7 +152,9 @@ class StepMemory:
         return Held(saved if effects.stays else saved + left, always)
 
     def _left_bytes(self, place: int, effects: Effects) -> float:
-        """Bytes that forward leaves of a unit beyond what is there between steps."""
+        """Bytes that forward leaves of a unit, or of its inputs, beyond what is there between steps."""
+        if effects.exchanges:
+            return self.exchanged_bytes.get(self.order[place], 0.0)
         if effects.left_over == effects.sharded_over:
             return 0.0
         return self.gathered_bytes[place] / (1 if effects.is_kept else self.node_size)
@@ -199,6 +208,9 @@ class StepMemory:
         saved = sum(
             of_choice.get(mode["saves"], 0.0) for mode, of_choice in zip(chosen[:k], self.saved_bytes[:k], strict=True)
         )
+        saved += sum(
+            self.exchanged_bytes.get(unit, 0.0) for unit in self.order[:k] if effects_of(modes[unit]).exchanges
+        )
         besides = {
             "gathered parameters": kept[k] - whole - saved - states,
             "accumulated gradients": whole,
@@ -221,11 +233,14 @@ def exact_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAUL
     return PeakMemory.of(largest[0])
 
 
-def step_memory(step: Step, *, activations: Sequence[str] = (KEEP,), engine: FSDP2 = DEFAULT) -> StepMemory:
+def step_memory(
+    step: Step, *, activations: Sequence[str] = (KEEP,), moving: Collection[int] = (), engine: FSDP2 = DEFAULT
+) -> StepMemory:
     """Peak of one optimizer step on one rank, for any choice of modes, and of what its blocks may do by `activations`.
 
-    In the step itself all blocks keep what they save.
+    In the step itself all blocks keep what they save. Units at the places ``moving`` move activations in all modes.
     """
+    least = [STATIONARY if unit in moving else ZDP for unit in range(len(step.units))]
     profile, units = step.profile, step.units
     order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, step.cluster.world_size).units
     saved = [_saved_beyond(units[unit], activations, step.workload.micro_batch_size) for unit in order]
@@ -234,7 +249,7 @@ def step_memory(step: Step, *, activations: Sequence[str] = (KEEP,), engine: FSD
     update: Moment | None = None
     for choice in activations if any(saved) else activations[:1]:
         chosen = with_activations(profile, _all_alike(units, choice, dict(zip(order, saved, strict=True))))
-        found, update = largest_moments(replace(step, profile=chosen), engine)
+        found, update = largest_moments(in_modes(replace(step, profile=chosen), least), least, engine)
         before = list(accumulate((each.get(choice, 0.0) for each in saved), initial=0.0))
         for k, moment in found.items():
             floor = moment.less("activations", before[k])
@@ -250,6 +265,12 @@ def step_memory(step: Step, *, activations: Sequence[str] = (KEEP,), engine: FSD
         saved_bytes=tuple(saved),
         moments=moments,
         update=update,
+        exchanged_bytes={
+            unit: saved_beyond(each.exchange, step.cluster.world_size).at(step.workload.micro_batch_size)
+            + (sizes[unit].cast_shard if each.exchange.reads_weights else 0.0)
+            for unit, each in enumerate(units)
+            if each.exchange is not None and unit not in moving
+        },
         states_bytes=_more_states(
             units, profile.optimizer, (step.cluster.num_ranks("node"), step.cluster.world_size), engine
         )

@@ -6,16 +6,29 @@ from collections.abc import Callable, Iterable, Mapping
 
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, Collective, block_effects, effects_of
+from lightning_osdp.engine import (
+    COLLECTIVES,
+    DEFAULT,
+    EXCHANGES,
+    FSDP2,
+    Collective,
+    block_effects,
+    effects_of,
+    messages,
+)
+
+_ROWS_BYTES = 8
+"""Bytes of a number of rows."""
 
 
 def communication_s(
     unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> float:
-    """All-gathers and reduce-scatters.
+    """All-gathers and reduce-scatters, or exchanges of activations.
 
     Equation 2, with alpha and beta of each collective apart, for each of K micro-batches that reduces gradients:
 
@@ -26,6 +39,9 @@ def communication_s(
     An hpZ unit takes as a ZDP one, but backward's all-gathers are over the ranks of a node, on the links inside of it.
     So are all collectives of a unit that is sharded in the node, on m ranks, and each reduce-scatter is followed by an
     all-reduce of S/m between N/m nodes.
+
+    A unit that moves activations takes 2 K (exchange of inputs + exchange of outputs), gradients included, which grow
+    with the micro-batch, see `engine.exchanges`.
 
     How many collectives there are where forward calls a module again, or backward runs a block again, and how many
     bytes they carry, is the engine's. A unit without trainable parameters reduces nothing.
@@ -42,7 +58,7 @@ def collectives_s(
 ) -> Mapping[Collective, float]:
     """Seconds of `communication_s` by collective, in the order of `COLLECTIVES`."""
     numbers = effects_of(mode).collectives(unit, num_micro_batches=workload.num_micro_batches)
-    return {each: number * collective_s(unit, each, cluster, engine) for each, number in numbers.items()}
+    return {each: number * collective_s(unit, each, cluster, workload, engine) for each, number in numbers.items()}
 
 
 def resource_s(
@@ -56,13 +72,17 @@ def resource_s(
     return own_s, *(seconds.get(each, 0.0) for each in dict.fromkeys(COLLECTIVES.values()))
 
 
-def collective_s(unit: UnitProfile, collective: Collective, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:
+def collective_s(
+    unit: UnitProfile, collective: Collective, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+) -> float:
     """Seconds of one of a unit's collectives.
 
     An all-gather inside of nodes has a little less padding where the unit is sharded in the node; that is left out. An
-    all-reduce is of what a reduce-scatter inside of nodes leaves a rank.
+    all-reduce is of what a reduce-scatter inside of nodes leaves a rank. Exchanges of a unit that has none take none.
     """
     operation, over, _ = collective
+    if operation in EXCHANGES:
+        return 0.0 if unit.exchange is None else exchange_s(unit.exchange, operation, cluster, workload)
     if operation == "all_gather":
         num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
         return cluster.all_gather_s(num_bytes, over=over) if num_bytes else 0.0
@@ -72,6 +92,27 @@ def collective_s(unit: UnitProfile, collective: Collective, cluster: Cluster, en
     num_shards = cluster.num_ranks("node")
     num_bytes = engine.reduce_scatter_bytes(unit, num_shards) / num_shards
     return cluster.all_reduce_between_s(num_bytes) if num_bytes else 0.0
+
+
+def exchange_s(exchange: Exchange, kind: str, cluster: Cluster, workload: Workload) -> float:
+    """Seconds of one exchange over all ranks, by its kind of event; none where there is nothing to send.
+
+    Before inputs, ranks tell each other how many rows they have: an all-reduce of a number of each.
+    """
+    message = messages(exchange, cluster.world_size)[kind]
+    num_bytes = message.num_bytes.at(workload.micro_batch_size)
+    of_operation = {"all_gather": cluster.all_gather_s, "all_to_all": cluster.all_to_all_s}
+    seconds = of_operation[message.operation](num_bytes) if num_bytes else 0.0
+    return seconds + 2 * cluster.all_gather_s(_ROWS_BYTES * cluster.world_size) if kind == EXCHANGES[0] else seconds
+
+
+def exchanged_bytes(exchange: Exchange, cluster: Cluster, workload: Workload) -> float:
+    """Bytes that a rank sends in an optimizer step to move activations."""
+    share = (cluster.world_size - 1) / cluster.world_size
+    sent = (
+        each.num_bytes.at(workload.micro_batch_size) * share for each in messages(exchange, cluster.world_size).values()
+    )
+    return workload.num_micro_batches * sum(sent)
 
 
 def compute_s(

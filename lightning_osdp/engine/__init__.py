@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_osdp.engine.blocks import freed_bytes, in_modes, stays_bytes, with_activations
+from lightning_osdp.engine.blocks import freed_bytes, in_modes, moving_activations, stays_bytes, with_activations
 from lightning_osdp.engine.change import FLIPS, check_change
 from lightning_osdp.engine.effects import FREED, KEPT, Effects, block_effects, effects_in, effects_of, num_all_gathers
-from lightning_osdp.engine.events import COLLECTIVES, GATHERS, OVERHEAD, Collective, Event
+from lightning_osdp.engine.events import COLLECTIVES, EXCHANGES, GATHERS, OVERHEAD, Collective, Event
+from lightning_osdp.engine.exchanges import evaluation_beside, messages, saved_beyond
 from lightning_osdp.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of, num_shards
 from lightning_osdp.engine.live_parts import BLOCKS_IN_FLIGHT, REDUCTIONS_IN_FLIGHT, Moment, in_flight_bytes
 from lightning_osdp.engine.schedule import MOST_SIMULATED, leaving_order
@@ -15,6 +16,7 @@ __all__ = [
     "BLOCKS_IN_FLIGHT",
     "COLLECTIVES",
     "DEFAULT",
+    "EXCHANGES",
     "FLIPS",
     "FREED",
     "FSDP2",
@@ -32,12 +34,16 @@ __all__ = [
     "effects_in",
     "effects_of",
     "engine_of",
+    "evaluation_beside",
     "freed_bytes",
     "in_flight_bytes",
     "in_modes",
     "leaving_order",
+    "messages",
+    "moving_activations",
     "num_all_gathers",
     "num_shards",
+    "saved_beyond",
     "stays_bytes",
     "with_activations",
 ]

@@ -13,9 +13,11 @@ from typing import TypeVar
 
 from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.axes import KEEP, Treatment
+from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import BlockProfile, ModelProfile, Rerun, Segment, Span
 from lightning_osdp.core.step import Step
-from lightning_osdp.engine.effects import block_effects
+from lightning_osdp.engine.effects import block_effects, effects_of
+from lightning_osdp.engine.exchanges import with_exchanges
 from lightning_osdp.errors import ConfigurationError
 
 StepKind = TypeVar("StepKind", bound=Step)
@@ -121,10 +123,30 @@ def _saved_once(segments: Sequence[Segment], profile: ModelProfile, chosen: Mapp
 
 
 def in_modes(step: StepKind, modes: Sequence[Treatment]) -> StepKind:
-    """Step whose blocks do what the modes of their units say; the given one where all keep what they save."""
+    """Step whose blocks and exchanges do what the modes of their units say; the given one where they do nothing."""
     chosen = {unit.name: mode["saves"] for unit, mode in zip(step.units, modes, strict=True)}
     profile = with_activations(step.profile, chosen)
-    return step if profile is step.profile else replace(step, profile=profile)
+    found = step if profile is step.profile else replace(step, profile=profile)
+    moving = moving_activations(step, modes)
+    return replace(found, profile=with_exchanges(found, moving)) if moving else found
+
+
+def moving_activations(step: Step, modes: Sequence[Treatment]) -> list[Exchange]:
+    """Exchanges of the units whose activations move in these modes.
+
+    Raises:
+        ConfigurationError: a unit is to move activations and cannot.
+    """
+    found = []
+    for unit, mode in zip(step.units, modes, strict=True):
+        if effects_of(mode).exchanges:
+            if unit.exchange is None:
+                raise ConfigurationError(
+                    f"Expected unit {unit.name!r} to move weights, for no exchange of its activations was profiled, or"
+                    " it is run again in backward, got one that moves activations. Plan anew."
+                )
+            found.append(unit.exchange)
+    return found
 
 
 def _check(profile: ModelProfile, chosen: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ FLIPS = frozenset({*(axis.name for axis in AXES.values() if axis.can_change), *_
 """Axes, and settings of a plan, that may change."""
 _OF_PLAN = ("world_size", "node_size", *_DIVISION, *_SETTINGS)
 """Fields that say what is run; all others predict or tell."""
-_OF_UNIT = ("operators", "modules", "num_slices")
+_OF_UNIT = ("operators", "modules", "num_slices", "exchange")
 
 
 def check_change(current: Plan, plan: Plan, *, may_divide: bool = False) -> None:

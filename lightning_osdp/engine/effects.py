@@ -18,7 +18,7 @@ from lightning_osdp.core.cluster import UNIT_PARTS
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine.events import COLLECTIVES, GATHER_OVER, GATHERS, OVERHEAD, Collective, Kind
+from lightning_osdp.engine.events import COLLECTIVES, EXCHANGES, GATHER_OVER, GATHERS, OVERHEAD, Collective, Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,13 @@ class Effects:
     """True if the part that forward leaves stays from one micro-batch to the next."""
     is_resident: bool = False
     """True if that part stays from one step to the next, too, and in evaluations: a fit gathers the unit once."""
+    exchanges: bool = False
+    """True if the unit is never gathered: activations of its operators go to the ranks that hold its shards."""
+
+    @property
+    def is_passed_over(self) -> bool:
+        """True if steps gather nothing of the unit, and so lists of units to gather ahead pass over it."""
+        return self.is_resident or self.exchanges
 
     @property
     def is_kept(self) -> bool:
@@ -63,7 +70,8 @@ class Effects:
         A unit is gathered at each call in forward, and at each that backward comes to: less those that find it there.
         One that is kept is there at all calls in forward, and at the first that backward comes to; after that nothing
         is left of it but what is sharded between steps. A resident one was gathered in the first step, which is not
-        counted. Where no unit is given, it is one that forward calls once.
+        counted. One that exchanges activations does so twice in forward and twice in backward. Where no unit is given,
+        it is one that forward calls once.
         """
         return _counts(self, *_calls(unit), num_micro_batches)
 
@@ -85,6 +93,8 @@ def _calls(unit: UnitProfile | None) -> tuple[int, int]:
 
 @lru_cache(maxsize=2**12)
 def _counts(effects: Effects, num_calls: int, num_reached: int, num_micro_batches: int) -> Mapping[Kind, int]:
+    if effects.exchanges:
+        return Counter(dict.fromkeys(EXCHANGES, num_micro_batches))
     counts = Counter[Kind]()
     first = max(1, num_reached)
     if not effects.is_resident:
@@ -110,7 +120,7 @@ def _collectives(effects: Effects, *calls_and_micro_batches: int) -> Mapping[Col
 @lru_cache(maxsize=2**12)
 def _overheads(effects: Effects, num_calls: int, num_reached: int, num_micro_batches: int) -> Mapping[str, int]:
     counts = _counts(effects, num_calls, num_reached, num_micro_batches)
-    found = dict.fromkeys(UNIT_PARTS, 0) | {"flatten": num_micro_batches}
+    found = dict.fromkeys(UNIT_PARTS, 0) | {"flatten": 0 if effects.exchanges else num_micro_batches}
     for kind, part in OVERHEAD.items():
         found[part] += counts[kind]
     return found
@@ -135,6 +145,8 @@ _REDUCTIONS: Mapping[tuple[str, str], tuple[tuple[Kind, ...], tuple[Kind, ...]]]
 def effects_of(treatment: Treatment) -> Effects:
     """Effects of a unit's treatment on several ranks."""
     home = treatment["home"]
+    if treatment["moves"] == "activations":
+        return Effects(sharded_over=home, left_over=home, reductions=((), ()), exchanges=True)
     left_over = {"nothing": home, "node": "node", "whole": "one", "always": "one"}[treatment["keep"]]
     is_resident = treatment["keep"] == "always"
     reductions = _REDUCTIONS[home, treatment["reduce"]]

@@ -24,6 +24,10 @@ Kind = Literal[
     "all_reduce",
     "scatter_in_node",
     "release",
+    "exchange_inputs",
+    "exchange_outputs",
+    "exchange_output_gradients",
+    "exchange_input_gradients",
 ]
 """``gather``: an all-gather is issued. ``gather_in_node``: so it is in each node, of a unit that is sharded there, or
 of which forward has left a shard there. ``await``: what follows needs the unsharded unit. ``linger``: a forward that is
@@ -32,7 +36,9 @@ drops the gradients of the step before, between the first forward and its backwa
 backward. ``flatten``: a unit's gradients are complete, before it is freed. ``reduce``: they are reduced and scattered.
 ``reduce_in_node``: so they are in each node, and then each rank's are reduced between nodes, ``all_reduce``.
 ``scatter_in_node``: the same without that, which the last micro-batch does for all. ``accumulate``: they are left whole
-for the next micro-batch. ``release``: what a segment had saved is gone."""
+for the next micro-batch. ``release``: what a segment had saved is gone. ``exchange_inputs``, ``exchange_outputs``:
+before and after forward of a unit that moves activations, ranks send inputs and outputs to each other. So they do with
+gradients before and after its backward, ``exchange_output_gradients`` and ``exchange_input_gradients``."""
 
 
 class Event(NamedTuple):
@@ -50,12 +56,22 @@ event = lru_cache(maxsize=2**16)(Event)
 class Collective(NamedTuple):
     """Collective that a kind of event issues."""
 
-    operation: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    operation: str
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, or the kind of an exchange, see `exchanges.messages`."""
     over: str
     """Ranks that take part: ``all``, those of a ``node``, or those that have the same place in all ``nodes``."""
     link: str
     """Whose links it takes: those of ``all`` ranks, or of a ``node``. Collectives of one link run one by one."""
 
+
+EXCHANGES: tuple[Kind, ...] = (
+    "exchange_inputs",
+    "exchange_outputs",
+    "exchange_output_gradients",
+    "exchange_input_gradients",
+)
+"""Kinds of events of a unit that moves activations, in the order in which a micro-batch issues them. Computing goes on
+when they are over."""
 
 COLLECTIVES: Mapping[Kind, Collective] = {
     "gather": Collective("all_gather", "all", "all"),
@@ -64,6 +80,7 @@ COLLECTIVES: Mapping[Kind, Collective] = {
     "reduce_in_node": Collective("reduce_scatter", "node", "node"),
     "scatter_in_node": Collective("reduce_scatter", "node", "node"),
     "all_reduce": Collective("all_reduce", "nodes", "all"),
+    **{kind: Collective(kind, "all", "all") for kind in EXCHANGES},
 }
 """Kind of an event -> the collective that it issues, if any."""
 

@@ -168,6 +168,7 @@ class FSDP2:
             layout=found,
             shards=shards,
             resident=() if is_first_step else [unit for unit, mode in enumerate(modes) if effects_of(mode).is_resident],
+            exchanging=[unit for unit, mode in enumerate(modes) if effects_of(mode).exchanges],
             is_first_step=is_first_step,
             asynchronous_unshard=self.asynchronous_unshard,
             is_bound=is_bound,

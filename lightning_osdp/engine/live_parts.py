@@ -27,6 +27,8 @@ On gloo q is 2 r, and the last term the sum of both.
   Where the last micro-batch alone all-reduces, what the others have scattered is left in its place, in the dtype of
   reducing.
 - A resident unit is there all the time, also while the optimizer steps.
+- Of a unit that moves activations backward makes the gradient of the shard, which needs no reduction. Under mixed
+  precision its shard is cast, and stays so for backward. What its activations take is in the profile's segments.
 - On one rank there are no buffers, but shards are copied all the same.
 - Gradients that are not reduced are left as backward makes them, and added to in place; or cast to the dtype of
   reducing, where that is another, and those of the next micro-batch are added when a unit has all of them.
@@ -40,14 +42,16 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
 from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.profile import OperatorProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.engine.events import Event, Kind
-from lightning_osdp.engine.layout import Layout, retaining_bytes
+from lightning_osdp.engine.layout import Layout, chunk_elements, retaining_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +100,9 @@ class LiveParts:
     Parameters and gradients are tensors of their own, and are copied to and from what collectives use.
 
     Arguments are as of `FSDP2.live_parts`. ``layout`` is that of the units on the rank in question, ``shards`` the
-    number of ranks that each is sharded over, ``resident`` units that are there all the time; where ``is_bound``, what
-    is left of one unit while another runs is the most that other modes would leave.
+    number of ranks that each is sharded over, ``resident`` units that are there all the time, ``exchanging`` ones that
+    move activations; where ``is_bound``, what is left of one unit while another runs is the most that other modes would
+    leave.
     """
 
     def __init__(
@@ -108,6 +113,7 @@ class LiveParts:
         layout: Layout,
         shards: Sequence[int],
         resident: Sequence[int] = (),
+        exchanging: Sequence[int] = (),
         is_first_step: bool = False,
         asynchronous_unshard: bool,
         is_bound: bool,
@@ -132,6 +138,7 @@ class LiveParts:
         self.buffers = 0.0  # that all-gathers have filled, with the next one
         self.lingering = 0.0  # the buffer that forward has copied out last
         self.sent = 0.0  # what the latest reduce-scatter took
+        self.exchanging = {*exchanging}
         self.gradients = self._gradients()
         self.passing: dict[int, float] = {}  # by segment, bytes of gradients that its backward adds to others
         self.accumulated: set[int] = set()  # units whose gradients are whole
@@ -208,6 +215,23 @@ class LiveParts:
         self._add_buffer(size.buffer)
         if cast_shard and self.world_size > 1:
             self._observe_gather(unit, cast_shard)
+
+    def _exchange_inputs(self, unit: int) -> None:
+        self._add("gathered parameters", self.sizes[unit].cast_shard)
+
+    def _exchange_outputs(self, unit: int) -> None:
+        if not self._reads_weights(unit):
+            self._add("gathered parameters", -self.sizes[unit].cast_shard)
+
+    def _exchange_output_gradients(self, _: int) -> None:
+        """Takes place while the last operator runs backward, whose segment has its bytes."""
+
+    def _exchange_input_gradients(self, unit: int) -> None:
+        if self._reads_weights(unit):
+            self._add("gathered parameters", -self.sizes[unit].cast_shard)
+        made = sum(self._shard_gradient_bytes(operator, unit) for operator in self.units[unit].operators)
+        self._add("unsharded gradients", -made)
+        self._keep_reduced(unit)
 
     def _await(self, unit: int) -> None:
         self.copied = unit if unit in self.pending else None
@@ -424,5 +448,19 @@ class LiveParts:
             own = sum(each.num_elements * each.gathered_itemsize for each in operator.parameters if each.is_trainable)
             if of.parameters and operator.gradient_bytes > own:
                 complete = min(complete, of.first)
-            made.setdefault(index, []).append((unit, operator.gradient_bytes, complete))
+            num_bytes = operator.gradient_bytes
+            if unit in self.exchanging:
+                num_bytes = self._shard_gradient_bytes(operator, unit)
+            made.setdefault(index, []).append((unit, num_bytes, complete))
         return made
+
+    def _reads_weights(self, unit: int) -> bool:
+        exchange = self.units[unit].exchange
+        return exchange is not None and exchange.reads_weights
+
+    def _shard_gradient_bytes(self, operator: OperatorProfile, unit: int) -> int:
+        """Gradient of a shard as backward makes it, where activations move."""
+        number, trained = self.shards[unit], [each for each in operator.parameters if each.is_trainable]
+        if not operator.parameters:
+            return math.ceil(operator.gradient_bytes / number)
+        return sum(chunk_elements(each, number) * each.gathered_itemsize for each in trained)

@@ -25,6 +25,8 @@ With explicit lists of modules to prefetch, one for each unit:
 - A unit of which backward reads no weights is not gathered there, unless it is inside a block that is run again.
 - A resident unit is gathered in the first step of all, and is there from then on. Lists pass over it: the unit that
   comes next of all others is gathered ahead.
+- A unit that moves activations is called once and never gathered, has no list, and lists pass over it. Before and after
+  its operators run, forward and backward, activations or gradients are exchanged. No block that recomputes is around.
 
 Lists hold at every call, and a unit that forward calls more than once has none, or it would gather what is not needed
 any more. For that reason a unit that is run again gathers none ahead that backward has come to.
@@ -75,8 +77,10 @@ class Host:
 
     def __post_init__(self) -> None:
         units = self.units
-        self.resident = {unit for unit, effects in enumerate(self.effects) if effects.is_resident}
-        self.gathered: set[int] = set() if self.is_first_step else {*self.resident}
+        self.passed_over = {unit for unit, effects in enumerate(self.effects) if effects.is_passed_over}
+        """Units that are there without a gather of this step, or whose activations move; in a first step, too."""
+        resident = {unit for unit, effects in enumerate(self.effects) if effects.is_resident}
+        self.gathered: set[int] = set() if self.is_first_step else resident
         self.retained: set[int] = set()
         """Units of which there is a shard in each node."""
         self.order = leaving_order(units)
@@ -109,9 +113,10 @@ class Host:
     def _plan_backward(self) -> None:
         self.trained_from = self.units[0].trained_from
         self.before: list[int | None] = [None]
-        """The unit that forward left last, resident ones apart, before the one at each place of `order`; and of all."""
+        """The unit that forward left last, without those passed over, before the one at each place of `order`; and of
+        all."""
         for unit in self.order:
-            self.before.append(self.before[-1] if unit in self.resident else unit)
+            self.before.append(self.before[-1] if unit in self.passed_over else unit)
         self.returns: list[list[tuple[int, bool]]] = [[] for _ in range(self.num_segments)]
         """Units of which backward leaves a call, by segment, each with True where that is its last call."""
         self.at_the_end: list[int] = []
@@ -138,7 +143,7 @@ class Host:
         """Units that ``forward_prefetch`` has gathered by each segment: the next one of forward."""
         first_at: dict[int, int] = {}  # segment -> the outermost unit that begins with it and may not be there yet
         for index in range(len(self.units) - 1, -1, -1):
-            if not self.units[index].is_root and index not in self.resident:
+            if not self.units[index].is_root and index not in self.passed_over:
                 first_at[self.units[index].first] = index
         ahead: list[list[int]] = []
         following: list[int] = []
@@ -149,9 +154,8 @@ class Host:
 
     def _leads_on(self, segment: int, starting: Sequence[int]) -> bool:
         """Tells if a unit that begins with this segment prefetches in forward."""
-        if not starting:
-            return False
-        return self.is_called_once[max(starting)]
+        leading = [unit for unit in starting if not self.effects[unit].exchanges]
+        return bool(leading) and self.is_called_once[max(leading)]
 
     def micro_batch(self, *, is_first: bool, is_last: bool) -> list[Event]:
         """Events of forward, loss and backward in one more micro-batch."""
@@ -179,8 +183,11 @@ class Host:
             effects = self.effects[unit]
             self.note(GATHER_OVER[effects.left_over if unit in self.retained else effects.sharded_over], unit)
 
-    def need(self, unit: int) -> None:
-        """Gathers a unit and waits for it, for the next event computes with it."""
+    def need(self, unit: int, exchange: Kind = "exchange_inputs") -> None:
+        """Gathers a unit and waits for it, or has ranks exchange what it works on: the next event computes with it."""
+        if self.effects[unit].exchanges:
+            self.run(exchange, unit)
+            return
         self.gather(unit)
         self.note("await", unit)
         self.retained.discard(unit)
@@ -193,6 +200,8 @@ class Host:
     def free_in_forward(self, unit: int) -> None:
         """Frees a unit after forward, but for a larger shard where forward leaves one; a kept unit stays."""
         self.turn += 1
+        if self.effects[unit].exchanges:
+            self.note("exchange_outputs", unit)
         if self.effects[unit].is_kept or unit not in self.gathered:
             return
         if self.effects[unit].leaves_shard:
@@ -267,9 +276,11 @@ class Host:
         if self.merges_calls and unit in self.reached:
             self.free(unit)  # and gathered again: what that takes is seen, though it has been there meanwhile
         self.reached.add(unit)
-        if unit in self.read:
-            self.need(unit)
-        if self.backward_prefetch == "pre" and self.is_called_once[unit]:
+        if unit in self.read or self.effects[unit].exchanges:
+            self.need(unit, "exchange_output_gradients")
+        else:
+            self.turn += 1
+        if self.backward_prefetch == "pre" and self.is_called_once[unit] and not self.effects[unit].exchanges:
             self.gather_before(self.place[unit])
         for _ in range(num_calls - 1 if unit in self.read else 0):
             self.leave(unit)
@@ -288,13 +299,13 @@ class Host:
     def leave(self, unit: int) -> None:
         """Ends backward of one call of a unit."""
         self.turn += 1
-        if unit not in self.resident and (self.is_last or not self.effects[unit].stays):
+        if unit not in self.passed_over and (self.is_last or not self.effects[unit].stays):
             self.free(unit)
             self.retained.discard(unit)
 
     def reduce(self, unit: int) -> None:
-        """Ends backward of a unit, whose gradients are then reduced or kept."""
-        self.run("flatten", unit)
+        """Ends backward of a unit, whose gradients are then reduced or kept, or those of its inputs exchanged."""
+        self.run("exchange_input_gradients" if self.effects[unit].exchanges else "flatten", unit)
         self.leave(unit)
         self.turn += 1
         for kind in self.effects[unit].reductions[self.is_last]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, RESIDENT, ZDP
+from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, RESIDENT, STATIONARY, ZDP
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
@@ -38,6 +38,7 @@ KINDS = {
     HPZ.name: ("#7FB2D6", "hpZ: freed, gathered again in nodes"),
     HSDP.name: ("#C3E6CB", "HSDP: in the node, freed, gathered again"),
     HDP.name: ("#2E8B57", "HDP: in the node, gathered once, kept"),
+    STATIONARY.name: ("#8E6BBF", "stationary: never gathered, activations move"),
 }
 """Colour and words of units."""
 HATCHES = {

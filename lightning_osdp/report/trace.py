@@ -29,6 +29,10 @@ _COLLECTIVES = {
     "reduce_in_node": "reduce-scatter in nodes",
     "scatter_in_node": "reduce-scatter in nodes",
     "all_reduce": "all-reduce between nodes",
+    "exchange_inputs": "exchange of inputs",
+    "exchange_outputs": "exchange of outputs",
+    "exchange_output_gradients": "exchange of gradients of outputs",
+    "exchange_input_gradients": "exchange of gradients of inputs",
 }
 _OVERHEAD = {"flatten": "gradients complete", "reduce": "before reduce-scatter", "accumulate": "accumulate gradients"}
 """Work of the runtime for a unit, beside collectives."""

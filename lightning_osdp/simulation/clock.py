@@ -51,7 +51,7 @@ class StepClock:
 
     All blocks of the step keep what they save. A unit's events depend on its own mode alone, and the host takes the
     same turns in all modes: so those of any mix are taken from steps in which all units are treated alike. Where units
-    are resident, others are gathered ahead in their place: such a step is gone through by itself.
+    are resident or move activations, others are gathered ahead in their place: such a step is gone through by itself.
     """
 
     def __init__(self, step: Step, engine: FSDP2 = DEFAULT) -> None:
@@ -69,7 +69,7 @@ class StepClock:
 
     def step(self, modes: Sequence[Treatment]) -> StepTime:
         """Goes through one optimizer step with these modes, one per unit."""
-        is_apart = self.engine.prefetches and any(effects_of(mode).is_resident for mode in set(modes))
+        is_apart = self.engine.prefetches and any(effects_of(mode).is_passed_over for mode in set(modes))
         micro_batches = self._gone_through(modes) if is_apart else self._composed(modes)
         without_blocks = (self.durations, self._apart) if is_apart else (self._joined_s, self._places)
         timeline = timeline_of(_with_activations(self._step, modes, *without_blocks), self.cluster, self.engine)

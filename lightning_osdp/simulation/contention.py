@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from lightning_osdp.core.cluster import Contention
-from lightning_osdp.engine import COLLECTIVES, Event
+from lightning_osdp.engine import COLLECTIVES, EXCHANGES, Event
 from lightning_osdp.simulation.timeline import COMMUNICATION, Durations, Timeline
 
 
@@ -52,7 +52,7 @@ class ContendedTimeline(Timeline):
             durations,
             overlaps=True,
             asynchronous_unshard=asynchronous_unshard,
-            waits_for=waits_for,
+            waits_for={*waits_for, *EXCHANGES},
             keeps_intervals=keeps_intervals,
         )
         self._contention = contention

@@ -167,7 +167,7 @@ def durations_of(step: Step, engine: FSDP2) -> Durations:
     segments = [*zip(profile.segments, copies_s, strict=True)]
     parts_s = {part: [overhead_part_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS}
     offered = [each for each in dict.fromkeys(COLLECTIVES.values()) if cluster.has_nodes or each.over == "all"]
-    seconds = {each: [collective_s(unit, each, cluster, engine) for unit in units] for each in offered}
+    seconds = {each: [collective_s(unit, each, cluster, step.workload, engine) for unit in units] for each in offered}
     return Durations(
         forward_s=[segment.forward_s.at(micro_batch_size) + s for segment, s in segments],
         backward_s=[segment.backward_s.at(micro_batch_size) + s for segment, s in segments],

@@ -8,7 +8,8 @@ overlaps computing, a gather begins as soon as the communicator is free and
 - what it sends may be copied: an asynchronous gather copies in the stream that computes, and so waits for all computing
   that was issued before it; a synchronous one copies in a stream of its own, which waits until units before it are
   copied out, in forward all but the latest one;
-- computing waits for the gathers that it needs (AWAIT);
+- computing waits for the gathers that it needs (AWAIT), and for exchanges of activations, which are of what was
+  computed before;
 - a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them;
 - computing waits for a reduce-scatter before it copies the gradients of the next unit that is reduced: torch holds one
   input at most (``reduce_scatter_max_input_buffers``). An all-reduce between nodes is not waited for there;
@@ -25,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from lightning_osdp.engine import COLLECTIVES, Event
+from lightning_osdp.engine import COLLECTIVES, EXCHANGES, Event
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
@@ -92,6 +93,7 @@ class Timeline:
             "accumulate": self._accumulate,
         }
         of_operation = {"all_gather": self._gather, "reduce_scatter": self._reduce, "all_reduce": self._all_reduce}
+        of_operation |= dict.fromkeys(map(str, EXCHANGES), self._exchange)
         self._readers |= {kind: of_operation[each.operation] for kind, each in COLLECTIVES.items()}
 
     @property
@@ -151,6 +153,9 @@ class Timeline:
 
     def _all_reduce(self, event: Event, micro_batch: int) -> None:
         self._communicate(event, micro_batch, self._scattered_s)
+
+    def _exchange(self, event: Event, micro_batch: int) -> None:
+        self.compute_s = max(self.compute_s, self._communicate(event, micro_batch, self.compute_s))
 
     def end_backward(self) -> None:
         """Computing goes on when all gradients are reduced."""

@@ -17,8 +17,8 @@ OPERATORS = [
     for index, num_bytes in enumerate((800, 800, 1600, 400))
 ]
 
-TRAINED = [name for name in NAMED_MODES if name != "resident"]
-"""Modes of units in which something is trained."""
+TRAINED = [name for name in NAMED_MODES if name not in {"resident", "stationary"}]
+"""Modes of units in which something is trained, and that are gathered."""
 
 
 def given(setting, operators=OPERATORS, num_micro_batches=1, **cluster):

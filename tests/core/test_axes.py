@@ -15,18 +15,20 @@ from lightning_osdp.core.axes import (
     NAMED_MODES,
     ONE_NODE,
     RESIDENT,
+    STATIONARY,
     ZDP,
     Subject,
     Treatment,
     freed_and_kept,
     modes_of,
     named,
+    treatments_of,
 )
 
 
 def test_treatments_are_found_by_their_names_least_memory_first():
     expected = [("ZDP", ZDP), ("hpZ", HPZ), ("DP", DP), ("resident", RESIDENT), ("HSDP", HSDP), ("HDP", HDP)]
-    assert list(NAMED_MODES.items()) == expected
+    assert list(NAMED_MODES.items()) == [*expected, ("stationary", STATIONARY)]
     assert [mode.but(reduce="last", saves="recompute").name for mode in NAMED_MODES.values()] == [*NAMED_MODES]
     assert named("DP", "HSDP", reduce="last") == (DP.but(reduce="last"), HSDP.but(reduce="last"))
 
@@ -61,6 +63,16 @@ def test_what_is_trained_in_nodes_or_reduces_its_gradients_later_does_not_stay_f
     assert RESIDENT.but(reduce="last").within(frozen) == RESIDENT
 
 
+def test_what_moves_activations_gathers_and_reduces_nothing_and_is_over_all_ranks():
+    assert STATIONARY.within(ANYTHING) == STATIONARY
+    assert STATIONARY.within(Subject(may_exchange=False)) == ZDP
+    others = {"keep": ("node", "whole", "always"), "reduce": ("last", "node"), "home": ("node",)}
+    for axis, values in others.items():
+        assert [STATIONARY.but(**{axis: value}).within(ANYTHING) for value in values] == [STATIONARY] * len(values)
+    assert [mode for mode in treatments_of(ANYTHING) if "moves" in mode] == [STATIONARY]
+    assert modes_of(["stationary", "DP"]) == (DP, STATIONARY, DP.but(reduce="last"))
+
+
 def test_what_frees_and_what_keeps_a_unit_are_over_the_same_ranks():
     assert {mode.name: freed_and_kept(mode) for mode in NAMED_MODES.values()} == {
         "ZDP": (ZDP, DP),
@@ -69,6 +81,7 @@ def test_what_frees_and_what_keeps_a_unit_are_over_the_same_ranks():
         "resident": (ZDP, RESIDENT),
         "HSDP": (HSDP, HDP),
         "HDP": (HSDP, HDP),
+        "stationary": (ZDP, DP),
     }
 
 
@@ -93,8 +106,8 @@ def test_defaults_are_left_out_and_equal_treatments_are_one():
 
 
 def test_what_there_is_not_is_refused():
-    with pytest.raises(KeyError, match="moves"):
-        Treatment(moves="activations")
+    with pytest.raises(KeyError, match="compute"):
+        Treatment(compute="later")
     with pytest.raises(KeyError, match=r"Expected 'keep' to be one of .*'nothing', 'node', 'whole'.*, got 'all'"):
         Treatment(keep="all")
     with pytest.raises(TypeError):
@@ -104,4 +117,5 @@ def test_what_there_is_not_is_refused():
 def test_every_axis_has_its_default_among_its_values():
     for name, axis in AXES.items():
         assert (axis.name, axis.default in axis.values) == (name, True)
-        assert axis.applies(axis.default, ZDP, Subject(has_nodes=False, is_reached=False, may_wait=False, profiled=()))
+        least = Subject(has_nodes=False, is_reached=False, may_wait=False, may_exchange=False, profiled=())
+        assert axis.applies(axis.default, ZDP, least)

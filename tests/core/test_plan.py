@@ -200,7 +200,10 @@ def test_a_search_space_of_lists_and_sets_is_stored():
         ({"modes": "DP"}, "Expected the plan at Plan.search_space.modes to be a list, got 'DP'"),
         (
             {"modes": ["DDP"]},
-            "SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP')",
+            (
+                "SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP',"
+                " 'stationary')"
+            ),
         ),
         ({"slices": [1, 2.5]}, "search_space.slices[1] to be a whole number below 2^63, got 2.5"),
         ({"min_unit_bytes": "1"}, "min_unit_bytes to be a whole number below 2^63, got '1'"),
@@ -457,6 +460,31 @@ def test_modules_are_grouped_in_one_unit_each():
     )
 
 
+def test_what_moves_activations_names_an_exchange_of_its_operators():
+    moving = {"treatments": [{"moves": "activations"}], "operators": ["head"], "exchange": "column"}
+    unit = Plan.from_json(edited_unit(**moving)).units[1]
+    assert (unit.modes, unit.exchange) == (("stationary",), "column")
+    kinds = "('column', 'row', 'pair', 'embedding')"
+    refused(
+        edited_unit(**moving | {"exchange": ""}),
+        f"Expected an 'exchange' of unit 'head' of the plan, one of {kinds}, for it moves activations.",
+    )
+    refused(
+        edited_unit(**moving | {"exchange": "diagonal"}),
+        f"Expected 'exchange' of unit 'head' of the plan to be one of {kinds}, got 'diagonal'.",
+    )
+    refused(
+        edited_unit(**moving | {"exchange": "pair"}),
+        "Expected unit 'head' of the plan to be 2 operators, the modules of the unit, for its exchange is 'pair', got"
+        " ('head',) in 1 slices.",
+    )
+    refused(
+        edited_unit(**moving | {"treatments": [{}, {}]}),
+        "Expected unit 'head' of the plan to be 1 operators, the modules of the unit, for its exchange is 'column', got"
+        " ('head',) in 2 slices.",
+    )
+
+
 def test_an_unknown_prefetch_is_refused():
     refused(
         edited(backward_prefetch="before"),
@@ -484,10 +512,10 @@ def test_an_unknown_cost_model_is_refused():
             "the plan at Plan.units[1].treatments[0] to be an object of values by axis, got 'DP'.",
         ),
         (
-            {"treatments": [{"moves": "activations"}]},
+            {"treatments": [{"compute": "later"}]},
             (
-                "axes of the plan at Plan.units[1].treatments[0] to be among ('home', 'keep', 'reduce', 'saves'),"
-                " got 'moves'."
+                "axes of the plan at Plan.units[1].treatments[0] to be among ('moves', 'home', 'keep', 'reduce',"
+                " 'saves'), got 'compute'."
             ),
         ),
         (

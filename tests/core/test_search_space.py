@@ -24,15 +24,15 @@ def test_modes_that_do_not_exist_and_none_at_all_are_refused(modes):
         SearchSpace(modes=modes)
     assert (
         str(caught.value)
-        == "SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP'),"
-        f" got {modes!r}."
+        == "SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP',"
+        f" 'stationary'), got {modes!r}."
     )
 
 
 def test_a_text_is_no_list_of_modes():
     with pytest.raises(
         ConfigurationError,
-        match=r"must name at least one of \('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP'\), got 'ZDP'",
+        match=r"must name at least one of \('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP', 'stationary'\), got 'ZDP'",
     ):
         SearchSpace(modes="ZDP")
 

@@ -100,7 +100,8 @@ def chosen(found, choices):
     for unit, choice in zip(found.units, choices, strict=False):
         mode = choice if waits and found.engine.may_wait(unit) else choice.but(reduce="every")
         has_nodes, is_reached = found.cluster.has_nodes, unit.last >= unit.trained_from
-        mode = mode.within(Subject(has_nodes=has_nodes, is_reached=is_reached, may_stay=not unit.gradient_bytes))
+        may = {"may_stay": not unit.gradient_bytes, "may_exchange": unit.exchange is not None}
+        mode = mode.within(Subject(has_nodes=has_nodes, is_reached=is_reached, **may))
         if unit.is_root:
             mode = HDP if found.cluster.has_nodes and mode["home"] == "node" else DP
         modes.append(mode)

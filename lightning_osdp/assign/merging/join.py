@@ -10,13 +10,14 @@ As in `share`, this is outside the space that the certified gap is about: it can
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.merging.share import LARGEST_SHARE, in_other_units, kinds_or_parts
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.units import UnitProfile, apart, joined, may_join, next_to
+from lightning_osdp.engine import effects_of
 
 _WORTH_JOINING = 1e-3
 """Fraction of the step time for which units are joined: fewer and larger ones leave less to choose."""
@@ -39,6 +40,32 @@ def apart_units(setting: Setting) -> list[Setting]:
             yield dataclasses.replace(setting, units=units)
 
     return setting.variants.once(setting, "apart", make)
+
+
+def pair_units(setting: Setting, names: Collection[str] | None = None) -> list[Setting]:
+    """The setting with each pair of operators whose activations can move as one unit; none where there are no pairs.
+
+    Of pairs that share an operator the first counts. Only pairs whose first operators are in ``names``, where given.
+    """
+
+    def make() -> Iterator[Setting]:
+        units, taken = setting.units, set[str]()
+        places = {unit.operators[0].name: place for place, unit in enumerate(units) if len(unit.operators) == 1}
+        pairs = [each.operators for each in setting.profile.exchanges if each.kind == "pair"]
+        chosen: list[_Pair] = []
+        for first, second in pairs:
+            place = places.get(first)
+            if place is None or second not in places or not taken.isdisjoint({first, second}):
+                continue
+            follows = next_to(units, place) == places[second]
+            if follows and may_join(setting.profile, units, place) and (names is None or first in names):
+                chosen.append((units[place].name, units[places[second]].name))
+                taken |= {first, second}
+        found = joined(setting.profile, units, chosen) if chosen else None
+        if found is not None:
+            yield dataclasses.replace(setting, units=found)
+
+    return setting.variants.once(setting, ("pairs", *(names or ())), make)
 
 
 def join_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
@@ -83,7 +110,7 @@ def _pairs(setting: Setting, modes: Modes) -> list[list[_Pair]]:
     units, joinable = setting.units, list[int]()
     for index in range(1, len(units) - 1):
         mode, behind = modes[index], next_to(units, index)
-        if behind == len(units) or mode != modes[behind] or "saves" in mode:
+        if behind == len(units) or mode != modes[behind] or "saves" in mode or effects_of(mode).exchanges:
             continue
         fits = units[index].gathered_bytes + units[behind].gathered_bytes <= most_bytes
         if fits and may_join(setting.profile, units, index):

@@ -3,7 +3,7 @@
 A unit costs latency and overhead of its own in every micro-batch; one that wraps a whole block costs them once. It
 also gathers and reduces the whole block at once, so every step of the way is checked against the exact peak. A stack
 is never merged: a module with two equal modules inside that hold several operators each. Its units are what
-communication and computation overlap by, where they do.
+communication and computation overlap by, where they do. Units that move activations stay as they are.
 
 This is outside the space that the certified gap is about: it can only make a plan faster than that bound.
 """
@@ -22,6 +22,7 @@ from lightning_osdp.assign.menu import subject_of
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.axes import DP, Treatment
 from lightning_osdp.core.units import UnitProfile, merged
+from lightning_osdp.engine import effects_of
 
 LARGEST_SHARE = 0.5
 """Fraction of the model's parameters that one shared unit may hold at most: two units are the least that a plan has."""
@@ -47,7 +48,8 @@ def share_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) ->
         for name in modules:
             if name.count(".") == depth and name not in stacks:
                 units = inside.get(name, [])
-                mode = _shared_mode(setting, modes, units, most_bytes)
+                gathered = [unit for unit in units if not effects_of(modes[unit]).exchanges]
+                mode = _shared_mode(setting, modes, gathered, most_bytes)
                 if mode is not None:
                     blocks.append(_Block(name, mode, _structure(setting, units), units[0]))
         for mode, names in _together(blocks, len(setting.units)):
@@ -95,12 +97,13 @@ def _share(
 ) -> tuple[Setting, Modes]:
     """Makes units of as many of the last blocks as fit, found by halving."""
     before_s = setting.costs.step_time_s(modes)
+    moving = [unit.name for unit, each in zip(setting.units, modes, strict=True) if effects_of(each).exchanges]
     best, fits, fails = (setting, modes), 0, len(names) + 1
     count = len(names)
     while fails - fits > 1:
         last = tuple(names[-count:])
-        make = partial(merged, setting.profile, setting.units, last)
-        tried = in_other_units(setting, modes, ("shared", *last), make, dict.fromkeys(last, mode))
+        make = partial(merged, setting.profile, setting.units, last, but=moving)
+        tried = in_other_units(setting, modes, ("shared", *last, "", *moving), make, dict.fromkeys(last, mode))
         if tried is not None and tried[0].costs.step_time_s(tried[1]) >= before_s * (1 - NO_GAIN):
             break
         if tried is not None and tried[0].costs.exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:

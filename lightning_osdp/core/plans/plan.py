@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_osdp.core.axes import ANYTHING, AXES, LEVELS, NAMED_MODES, Treatment, named
+from lightning_osdp.core.exchange import KINDS, num_operators
 from lightning_osdp.core.plans.document import as_json, read_value, shown, write_whole
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.slices import slice_names
@@ -62,6 +63,10 @@ class Unit:
     modules: tuple[str, ...] = ()
     """Modules that are grouped in this unit; empty where it is just the module of its name. The unit stays gathered
     from the first call of these modules to the last."""
+    exchange: str = ""
+    """Exchange by which activations of its operators can move, one of ``core.exchange.KINDS``; empty where none can."""
+    exchanged_bytes: int = 0
+    """Bytes that a rank sends for that in an optimizer step, where they move."""
     is_read: bool = True
     """True where backward reads the unit's parameters, and so gathers the unit."""
     parameter_bytes: int = 0
@@ -454,11 +459,26 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
             raise PlanFormatError(f"Expected modules of {source} in one unit each, got those of {where} again.")
         if unit.modules and (unit.num_slices > 1 or not unit.name):
             raise PlanFormatError(f"Expected no 'modules' in {where}: neither slices nor the root are grouped.")
+        _check_exchange(unit, where)
         seen_modules.update(unit.modules)
         seen_units.add(unit.name)
         seen_operators.update(unit.operators)
     if "" not in seen_units:
         raise PlanFormatError(f"Expected {source} to have a root unit, named '', got none.")
+
+
+def _check_exchange(unit: Unit, where: str) -> None:
+    if not unit.exchange:
+        if any("moves" in treatment for treatment in unit.treatments):
+            raise PlanFormatError(f"Expected an 'exchange' of {where}, one of {KINDS}, for it moves activations.")
+        return
+    _check_choice("'exchange'", unit.exchange, KINDS, where)
+    number = num_operators(unit.exchange)
+    if len(unit.operators) != number or unit.operators != unit.wrapped_modules or unit.num_slices > 1:
+        raise PlanFormatError(
+            f"Expected {where} to be {number} operators, the modules of the unit, for its exchange is"
+            f" {unit.exchange!r}, got {shown(unit.operators)} in {unit.num_slices} slices."
+        )
 
 
 def _check_blocks(blocks: tuple[Block, ...], source: str) -> None:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from lightning_osdp.core.axes import ACTIVATION_CHOICES, NAMED_MODES, SELECTIVE, SYNC_CHOICES, modes_of, values_of
+from lightning_osdp.core.axes import (
+    ACTIVATION_CHOICES,
+    NAMED_MODES,
+    SELECTIVE,
+    STATIONARY,
+    SYNC_CHOICES,
+    modes_of,
+    values_of,
+)
+from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError
 
 
@@ -18,10 +27,11 @@ class SearchSpace:
             value has another type.
     """
 
-    modes: tuple[str, ...] = tuple(NAMED_MODES)
+    modes: tuple[str, ...] = tuple(name for name in NAMED_MODES if name != STATIONARY.name)
     """Sharding modes that a unit may take: ``("ZDP",)`` frees every one after forward, ``("DP",)`` keeps all parameters
     gathered; ``("hpZ",)`` leaves a shard in each node; ``("HSDP", "HDP")`` shards in the node and replicates across. On
-    one node these are ZDP and DP."""
+    one node these are ZDP and DP. ``stationary``, which is offered only where it is named, moves activations of
+    operators in place of their weights."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Micro-batches that may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""
@@ -74,6 +84,10 @@ class SearchSpace:
     def saves(self) -> tuple[str, ...]:
         """Values of the axis ``saves`` that `activations` offer."""
         return values_of(self.activations)
+
+    def of(self, profile: ModelProfile) -> ModelProfile:
+        """The profile as far as these limits let it be used: without exchanges where activations are not to move."""
+        return profile if STATIONARY.name in self.modes or not profile.exchanges else replace(profile, exchanges=())
 
 
 def _members(value: object) -> Collection[object]:

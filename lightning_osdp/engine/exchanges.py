@@ -1,0 +1,132 @@
+"""Bytes that an `Exchange` sends and holds: closed forms in the micro-batch and the number of ranks.
+
+With n ranks and bytes x of one rank's input, y of its output and d of the gradient of its input, a rank sends
+
+    inputs and their gradients      gathered, summed:  (n-1) x, (n-1) d      else  (n-1)/n x, (n-1)/n d
+    outputs and their gradients     summed, gathered:  (n-1) y, (n-1) y      else  (n-1)/n y, (n-1)/n y
+
+in one all-gather or all-to-all each: column and row 2 (n-1) (i + o/n) and 2 (n-1) (o + i/n) elements for each row of i
+and o features, a pair 2 (n-1) (i + o). Sums are an all-to-all of summands, which are added up where they arrive.
+
+Beside what data parallelism holds there are gathered inputs, n x, or parts of all inputs, x, in place of what the first
+operator saves of its input, and while operators run
+
+                    forward             backward                         of the first operator, of the last, or of both
+    column          2 y                 max(2 y, y + n d, 2 n d, g)      where it is one
+    row             max(x, 2 n y)       max(n y + d, 2 d, g)
+    pair            0; 2 n y            max(2 n d, g); max(n y, g)
+    embedding       2 y                 max(2 y, g)
+
+with a copy of the gradient of the shard, g. An exchange holds what is sent and what is received; forward holds the
+input itself besides, which nothing saves.
+
+References:
+    `stationary.exchanges`, which these count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.exchange import Exchange
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.step import Step
+
+
+class Message(NamedTuple):
+    """Collective of an exchange."""
+
+    operation: Literal["all_gather", "all_to_all"]
+    num_bytes: Affine
+    """Bytes of the whole tensor: that an all-gather makes, or that one rank cuts into parts for all ranks, its own
+    included."""
+
+
+def messages(exchange: Exchange, num_ranks: int) -> Mapping[str, Message]:
+    """Collectives of a micro-batch by the kind of event that issues them."""
+    x, d, y = exchange.input_bytes, exchange.input_gradient_bytes, exchange.output_bytes
+    gathers, sums = exchange.gathers_inputs, exchange.sums_outputs
+    return {
+        "exchange_inputs": Message("all_gather", x * num_ranks) if gathers else Message("all_to_all", x),
+        "exchange_outputs": Message("all_to_all", y * num_ranks if sums else y),
+        "exchange_output_gradients": Message("all_gather", y * num_ranks) if sums else Message("all_to_all", y),
+        "exchange_input_gradients": Message("all_to_all", d * num_ranks if gathers else d),
+    }
+
+
+def saved_beyond(exchange: Exchange, num_ranks: int) -> Affine:
+    """Bytes that stay from forward to backward beyond those where weights move."""
+    return exchange.input_bytes * (num_ranks if exchange.gathers_inputs else 1) - exchange.saved_bytes
+
+
+class _Beside(NamedTuple):
+    """Bytes of a segment beside those where weights move."""
+
+    forward: float = 0.0
+    """While its forward runs, beside saved ones."""
+    backward: float = 0.0
+    evaluation: float = 0.0
+    """While its forward runs without gradients."""
+
+
+def _beside(each: Exchange, num_ranks: int, samples: int, gradients: Sequence[float]) -> tuple[_Beside, ...]:
+    """Bytes beside those of each operator's segment; ``gradients`` are those of the operators' shards."""
+    n, x, d, y = num_ranks, *(of.at(samples) for of in (each.input_bytes, each.input_gradient_bytes, each.output_bytes))
+    itself, g = each.saved_bytes.at(samples), gradients[0]
+    if each.kind == "pair":
+        first = _Beside(itself, max(2 * n * d, g), n * x)
+        return first, _Beside(2 * n * y, max(n * y, gradients[1]), 2 * n * y)
+    if each.kind == "row":
+        return (_Beside(itself + max(x, 2 * n * y), max(n * y + d, 2 * d, g), x + 2 * n * y),)
+    summed = (y + n * d, 2 * n * d) if d else ()
+    return (_Beside(itself + 2 * y, max(2 * y, *summed, g), max(n * x, 2 * y)),)
+
+
+def _by_segment(step: Step, exchanges: Sequence[Exchange]) -> dict[int, _Beside]:
+    n, samples, profile = step.cluster.world_size, step.workload.micro_batch_size, step.profile
+    places = {segment.operator: index for index, segment in enumerate(profile.segments[:-1])}
+    gradients = {operator.name: operator.gradient_bytes / n for operator in profile}
+    return {
+        places[name]: beside
+        for each in exchanges
+        for name, beside in zip(
+            each.operators, _beside(each, n, samples, [gradients[name] for name in each.operators]), strict=True
+        )
+    }
+
+
+def with_exchanges(step: Step, exchanges: Sequence[Exchange]) -> ModelProfile:
+    """Profile in which these exchanges move activations, for this step alone; operators of each are called once.
+
+    Bytes of evaluations stay as they are, see `evaluation_beside`.
+    """
+    n, beside = step.cluster.world_size, _by_segment(step, exchanges)
+    saved = {each.operators[0]: saved_beyond(each, n).at(step.workload.micro_batch_size) for each in exchanges}
+    more = 0.0
+    """Bytes that segments so far save beyond those where weights move."""
+    segments = []
+    for index, segment in enumerate(step.profile.segments):
+        own, own_saved = beside.get(index, _Beside()), saved.get(segment.operator, 0.0) if index in beside else 0.0
+        alive = {name: getattr(segment, name) for name in ("settled_bytes", "passed_bytes")}
+        changed = {name: num_bytes + Affine(more) for name, num_bytes in alive.items() if num_bytes is not None}
+        segments.append(
+            replace(
+                segment,
+                saved_bytes=segment.saved_bytes + Affine(own_saved),
+                forward_workspace_bytes=segment.forward_workspace_bytes + Affine(own.forward),
+                backward_workspace_bytes=segment.backward_workspace_bytes + Affine(own.backward),
+                **changed,
+            )
+            if more or index in beside
+            else segment
+        )
+        more += own_saved
+    return replace(step.profile, segments=tuple(segments))
+
+
+def evaluation_beside(step: Step, exchanges: Sequence[Exchange]) -> Mapping[int, float]:
+    """Bytes beside those of each segment's forward without gradients, by segment."""
+    return {index: each.evaluation for index, each in _by_segment(step, exchanges).items()}
