@@ -89,7 +89,7 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
         ConfigurationError: the plan has no such operator; the text has the nearest names.
         PlanMismatchError: the plan is for another model or another number of ranks.
     """
-    unit = _unit_of(plan, operator)
+    unit, profile = _unit_of(plan, operator), plan.search_space.of(profile)
     blocks = [block for block in profile.blocks if is_inside(operator, [block.name])]
     block = blocks[0].name if blocks else ""
     planned = planned_activations(plan, profile).get(block, KEEP)
@@ -117,7 +117,7 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
         )
 
     ways = product(_treatments(plan, unit, profile, cluster), choices)
-    others = [simulated(*way) for way in ways if way != (unit, planned)]
+    others = [simulated(*way) for way in ways if way != (unit, planned) and _goes_together(*way)]
     return Alternatives(
         operator=operator,
         unit=unit.name,
@@ -126,6 +126,11 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
         planned=simulated(unit, planned),
         others=tuple(sorted(others, key=lambda each: each.step_time_s)),
     )
+
+
+def _goes_together(unit: Unit, choice: str) -> bool:
+    """Tells if the unit can be treated so where its block does this: what runs again moves no activations."""
+    return choice == KEEP or not effects_of(unit.treatments[0]).exchanges
 
 
 def _unit_of(plan: Plan, operator: str) -> Unit:

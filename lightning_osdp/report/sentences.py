@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from lightning_osdp.core.axes import NAMED_MODES, ZDP, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Cost, Plan, Unit
@@ -21,7 +22,7 @@ MOST_PATTERNS = 8
 """Folded names that one row spells out."""
 NOT_PREDICTED = "not predicted"
 ONE_RANK = "modes make no difference with one rank"
-_TOLD = frozenset({"home", "keep", "reduce"})
+_TOLD = frozenset({"moves", "home", "keep", "reduce"})
 """Axes that names of treatments tell, and `name_treatment` in words of its own."""
 _WAYS = {
     "recompute": "recomputed in backward",
@@ -41,7 +42,8 @@ def group_equal(units: Sequence[Unit]) -> list[list[Unit]]:
     equal: dict[tuple[object, ...], dict[tuple[object, ...], list[Unit]]] = {}
     for unit in units:
         operators = (unit.name == "", unit.kind, unit.parameter_bytes, unit.num_slices)
-        treatment = (tuple(sorted(unit.modes)), unit.sync)
+        exchange = unit.exchange if effects_of(unit.treatments[0]).exchanges else ""
+        treatment = (tuple(sorted(unit.modes)), unit.sync, exchange)
         equal.setdefault(operators, {}).setdefault(treatment, []).append(unit)
     return [group for treatments in equal.values() for group in treatments.values()]
 
@@ -80,7 +82,7 @@ def name_treatment(unit: Unit) -> str:
     """Mode, per slice where it is split, and what else departs from plain FSDP."""
     counts = Counter(unit.modes)
     if unit.num_slices == 1:
-        text = unit.modes[0]
+        text = f"{unit.modes[0]} {unit.exchange}" if effects_of(unit.treatments[0]).exchanges else unit.modes[0]
     else:
         text = " + ".join(f"{counts[mode]} {mode}" for mode in NAMED_MODES if counts[mode])
     if "reduce" in unit.treatments[0]:
@@ -98,6 +100,8 @@ def explain(units: Sequence[Unit], plan: Plan) -> str:
         return "always kept: the root unit is never freed" if unit.operators else "holds no parameters"
     if not is_predicted(plan) or not unit.menu:
         return NOT_PREDICTED
+    if effects_of(unit.treatments[0]).exchanges:
+        return _explain_exchange(units, plan)
     freed, kept = freed_and_kept(unit.treatments[0])
     num_kept = sum(each == kept for each in unit.treatments)
     unkept = next((each for each in unit.treatments if each != kept), freed)
@@ -117,7 +121,28 @@ def explain(units: Sequence[Unit], plan: Plan) -> str:
     if effects_of(unit.treatments[0]).holds_whole_gradients:
         waiting = [each.with_least("reduce").cost().beyond(each.cost()) for each in units]
         why += f"; {_takes(waiting, 1.0)} held between micro-batches {_saves(waiting, 1.0, 'save')}"
+    if any("moves" in option.treatment for option in unit.menu):
+        why += f"; moving activations would send {_sent(units, plan, is_moving=True)} a step, which is"
+        why += f" {_sent(units, plan, is_moving=False)} now"
     return why
+
+
+def _explain_exchange(units: Sequence[Unit], plan: Plan) -> str:
+    """Why activations move: what is sent of the rows of all ranks, against what the best way to gather would send."""
+    gathered = [option for option in units[0].menu if "moves" not in option.treatment]
+    best = min(gathered, key=lambda option: option.more_s)
+    gathering = [replace(unit, treatments=(best.treatment,)) for unit in units]
+    differences = [other.cost().beyond(unit.cost()) for other, unit in zip(gathering, units, strict=True)]
+    return (
+        f"sends {_sent(units, plan, is_moving=True)} of activations a step, where {name_treatment(gathering[0])}"
+        f" would send {_sent(gathering, plan, is_moving=False)}: {_saves(differences, 1.0)}".replace("\n", ", ")
+    )
+
+
+def _sent(units: Sequence[Unit], plan: Plan, *, is_moving: bool) -> str:
+    """Bytes that a rank sends for each of these units: of activations, or as they are treated."""
+    sent = (unit.exchanged_bytes if is_moving else _unit_wire_bytes(unit, plan) for unit in units)
+    return format_span(sent, format_bytes)
 
 
 def _takes(differences: Sequence[Cost], share: float) -> str:
@@ -275,17 +300,23 @@ def wire_bytes(plan: Plan) -> float:
     An hpZ unit has K all-gathers over the m ranks of a node, and a rank sends (m-1)/m of its bytes in each. All
     collectives of an HSDP or HDP unit are over these ranks. Each of its reduce-scatters, or with sync node the last
     one, is followed by an all-reduce of S/m between N/m nodes, in which a rank sends 2 (1 - m/N) of that.
-    Resident units are gathered in the first step of all, which is not counted, and reduce nothing. Other frozen ones,
-    modules that forward calls more than once, and units inside of blocks that are run again are counted as any other.
+    Resident units are gathered in the first step of all, which is not counted, and reduce nothing. Units that move
+    activations send what the plan says of them. Other frozen ones, modules that forward calls more than once, and units
+    inside of blocks that are run again are counted as any other.
     """
+    return sum(_unit_wire_bytes(unit, plan) for unit in plan.units)
+
+
+def _unit_wire_bytes(unit: Unit, plan: Plan) -> float:
+    """Part of one unit in `wire_bytes`."""
+    modes = unit.treatments
+    if not unit.name:  # the root is never freed
+        modes = (freed_and_kept(modes[0])[1],)
     sent = 0.0
-    for unit in plan.units:
-        modes = unit.treatments
-        if not unit.name:  # the root is never freed
-            modes = (freed_and_kept(modes[0])[1],)
-        for effects in map(effects_of, modes):
-            if effects.is_resident:
-                continue
+    for effects in map(effects_of, modes):
+        if effects.exchanges:
+            sent += unit.exchanged_bytes
+        elif not effects.is_resident:
             for kind, number in effects.counts(num_micro_batches=plan.num_micro_batches).items():
                 sent += number * _sent_share(COLLECTIVES.get(kind), plan) * unit.parameter_bytes / len(modes)
     return sent

@@ -15,7 +15,7 @@ from lightning_osdp.core.profile import BlockProfile, ModelProfile
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES, UnitProfile
-from lightning_osdp.cost import block_s, evaluation_peak
+from lightning_osdp.cost import block_s, evaluation_peak, exchanged_bytes
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
 from lightning_osdp.engine import freed_bytes, leaving_order
 
@@ -95,6 +95,10 @@ def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
             kind=unit.kind,
             treatments=tuple(mode.on("unit") for _, mode in each),
             modules=unit.modules,
+            exchange="" if unit.exchange is None else unit.exchange.kind,
+            exchanged_bytes=0
+            if unit.exchange is None
+            else round(exchanged_bytes(unit.exchange, setting.cluster, setting.workload)),
             is_read=len(each) > 1 or unit.is_read,
             parameter_bytes=sum(setting.units[index].gathered_bytes for index, _ in each),
             time_s=sum(costs.times_s[index][mode] for index, mode in each),

@@ -93,7 +93,7 @@ def make_plan(
         )
     space, method = search_space or SearchSpace(), method or PlanMethod()
     policy = micro_batch_size if isinstance(micro_batch_size, BatchPolicy) else BatchPolicy.fixed(micro_batch_size)
-    smallest = min(policy.micro_batch_sizes, default=1)
+    smallest, profile = min(policy.micro_batch_sizes, default=1), space.of(profile)
     first = Setting(
         profile=profile,
         units=partition(profile, min_unit_bytes=space.min_unit_bytes),
@@ -139,6 +139,7 @@ def judge_plan(plan: Plan, profile: ModelProfile, cluster: Cluster, *, memory_li
         ConfigurationError: it has operators, slices or blocks that the model has not.
     """
     plan.check_matches(profile.fingerprint, world_size=cluster.world_size, node_size=cluster.node_size)
+    profile = plan.search_space.of(profile)
     step, modes = planned_step(plan, profile, cluster)
     space, method, engine = plan.search_space, method_of(plan), engine_of(plan)
     setting = Setting(

@@ -9,7 +9,7 @@ mode may be made one once others have been found, see `assign.merging`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
@@ -22,8 +22,9 @@ from lightning_osdp.assign import (
     block_units,
     chosen_activations,
     ever_more_slices,
+    pair_units,
 )
-from lightning_osdp.core.axes import LEVELS, Treatment
+from lightning_osdp.core.axes import LEVELS, STATIONARY, ZDP, Treatment
 from lightning_osdp.core.plans.search_space import SearchSpace
 
 MOST_TRIED = 256
@@ -111,6 +112,38 @@ def frozen_apart(attempt: Attempt) -> Iterator[Setting]:
         yield from _apart(attempt, setting)
 
 
+def pairs(attempt: Attempt) -> Iterator[Setting]:
+    """A unit for each operator, but one for both of each pair whose activations can move; or of those found best so."""
+    for setting in attempt.settings:
+        yield from pair_units(setting)
+    found = tuple(dict.fromkeys(name for one in attempt.assignments for name in _moving(one, "pair")))
+    for setting in attempt.settings if found else ():
+        for some, every in zip(pair_units(setting, found), pair_units(setting), strict=True):
+            if len(some.units) > len(every.units):
+                yield some
+
+
+def moving(attempt: Attempt) -> Iterator[Setting]:
+    """Operators and pairs that move activations whatever it takes: those found best so, those that send less, or all.
+
+    What they would gather else need not fit. Without a choice of theirs, bytes that others may hold are known exactly.
+    """
+    tried = set[tuple[int, frozenset[str]]]()
+    for setting in () if not _moves_activations(attempt) else (*pair_units(attempt.base), attempt.base):
+        costs = setting.costs
+        may = {
+            unit.name: costs.times_s[place][STATIONARY] <= costs.times_s[place][ZDP]
+            for place, unit in enumerate(setting.units)
+            if any("moves" in mode for mode in costs.options[place])
+        }
+        found = {name for one in attempt.assignments for name in _moving(one)}
+        for names in (found & may.keys(), {name for name, sends_less in may.items() if sends_less}, may.keys()):
+            key = len(setting.units), frozenset(names)
+            if names and key not in tried:
+                tried.add(key)
+                yield replace(setting, moving=key[1])
+
+
 def slices(attempt: Attempt) -> Iterator[Setting]:
     """A unit for each operator, of which some are split."""
     yield from _split(attempt, attempt.base)
@@ -149,10 +182,18 @@ def slices_inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
         yield from _split(attempt, setting.with_blocks(chosen))
 
 
+def _moves_activations(attempt: Attempt) -> bool:
+    return any("moves" in mode for setting in attempt.settings for mode in setting.modes)
+
+
 STRUCTURES = (
     Structure("operators", operators, _always),
     Structure("frozen units apart", frozen_apart, _always),
     Structure("blocks", blocks, _always),
+    Structure("pairs that may move activations", pairs, _moves_activations),
+    Structure(
+        "what moves activations", moving, lambda attempt: _moves_activations(attempt) and _may_be_faster(attempt)
+    ),
     Structure("blocks that save less", saving_blocks, _may_be_faster),
     Structure("units inside of them", inside_of_saving_blocks, _may_be_faster),
     Structure("slices", slices, _may_be_faster),
@@ -160,7 +201,9 @@ STRUCTURES = (
 )
 """Structures in the order in which they are tried."""
 
-SMALLER = (STRUCTURES[3], STRUCTURES[5], STRUCTURES[6])
+SMALLER = tuple(
+    each for each in STRUCTURES if each.make in {moving, saving_blocks, slices, slices_inside_of_saving_blocks}
+)
 """Structures that may take fewer bytes than a unit for each operator, in the order in which they are tried."""
 
 
@@ -185,6 +228,13 @@ def _all_alike(attempt: Attempt, setting: Setting) -> list[dict[str, str]]:
     space = attempt.space
     values = [value for value in space.saves if value not in LEVELS or not space.share_units]
     return [chosen for value in values if (chosen := all_blocks(setting, value))]
+
+
+def _moving(assignment: Assignment, kind: str | None = None) -> list[str]:
+    """Names of units that move activations in an assignment, by exchanges of this kind where one is given."""
+    units = zip(assignment.setting.units, assignment.modes, strict=True)
+    moving = (unit for unit, mode in units if "moves" in mode and unit.exchange is not None)
+    return [unit.name for unit in moving if unit.exchange is not None and kind in {None, unit.exchange.kind}]
 
 
 def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:
