@@ -50,6 +50,8 @@ class Contest:
     micro_batch_size: int = 1
     num_micro_batches: int = 1
     goals: tuple[Goal, ...] = ()
+    median: float | None = None
+    """Samples/s of OSDP over the best other that are to be reached on the median of all cells; None: nothing is."""
     drawn: tuple[str, ...] = ()
     """Names that are in the picture; none: there is no picture."""
 
@@ -116,7 +118,6 @@ _HEADLINE = Contest(
         replace(KEPT, recomputes=True),
         *(replace(way, recomputes=True) for way in AHEAD),
         SHARD_GRAD_OP,
-        replace(FULL_SHARD, by_operator=True),
         replace(SHARD_GRAD_OP, by_operator=True),
         replace(FULL_SHARD, recomputes=True),
         replace(FULL_SHARD, by_operator=True, recomputes=True),
@@ -124,6 +125,7 @@ _HEADLINE = Contest(
     ),
     division="scale",
     spaces=_ONE,
+    median=1.05,
     goals=(
         Goal(over=BASE.name, who=SPLIT, mean=1.3, best=1.92),
         Goal(over=CHECKPOINTING.name, mean=1.5, best=2.08),
@@ -163,9 +165,9 @@ _ACCUMULATION = Contest(
 )
 _LORA = Contest(
     models=("6 x 512, LoRA", "6 x 512 like Llama, LoRA"),
-    rates_mbit=(200.0,),
-    limits=(1.5, 2.5, None),
-    rivals=(BASE, KEPT, DDP, RESIDENT),
+    # DDP takes 1.4 times the peak of BASE, so that it trains under the last two limits only
+    limits=(1.15, 1.3, 1.5, None),
+    rivals=(BASE, KEPT, *AHEAD, DDP, RESIDENT),
     spaces={"OSDP": {"activations": ["keep"]}},
     goals=(Goal(over=BASE.name, least=1.5), Goal(over=RESIDENT.name, limits=(None,), least=0.97)),
 )
@@ -181,7 +183,12 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
         "one": _HEADLINE,
         # a global batch that is fixed, however it is divided
         "global": replace(
-            _HEADLINE, division="auto", num_micro_batches=4, spaces=_GLOBAL, goals=(Goal(over=BASE.name, mean=1.3),)
+            _HEADLINE,
+            division="auto",
+            num_micro_batches=4,
+            spaces=_GLOBAL,
+            goals=(Goal(over=BASE.name, mean=1.3),),
+            median=1.02,
         ),
         "loose": replace(_HEADLINE, limits=(2.0,), goals=()),
     },
@@ -216,8 +223,8 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
         # adapters of rank 8 on a frozen GPT, and on one like Llama: 32 tokens a rank, then more
         "32 tokens": _LORA,
         "128 tokens": replace(_LORA, micro_batch_size=4),
-        "four micro-batches": replace(_LORA, num_micro_batches=4),
-        "512 tokens": replace(_LORA, micro_batch_size=16, rates_mbit=(200.0, 1000.0)),
+        "four micro-batches": replace(_LORA, num_micro_batches=4, rates_mbit=(200.0,)),
+        "512 tokens": replace(_LORA, micro_batch_size=16),
     },
     "activations": {
         # where memory is too short for fully_shard without checkpointing

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.families import Family, build
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
-from benchmarks.testbed.beside_fsdp.turns import Turns, fastest_of_slowest, fits_in_turns, seconds_of
+from benchmarks.testbed.beside_fsdp.turns import Turns, cpu_seconds, fastest_of_slowest, fits_in_turns, seconds_of
 from benchmarks.testbed.by_hand import waited_reduce_scatters
 from benchmarks.testbed.plans import sent_bytes
 from benchmarks.testbed.training import quiet, train
@@ -73,6 +73,8 @@ class Entrant:
     """Fastest step of the slowest rank."""
     sent_bytes: int = 0
     """Bytes counted as for `wire_bytes`, with headers; 0 where links are not shaped."""
+    cpu_s: float = 0.0
+    """CPU seconds of all ranks together in a step."""
 
     @property
     def _key(self) -> str:
@@ -245,9 +247,14 @@ def _timed(model: str, entrants: Sequence[Entrant], num_rounds: int) -> list[Ent
     entrants = shared[0]
     fits = {each._key: partial(_fit, model, each, num_steps=1 + num_rounds) for each in entrants}
     steps = fits_in_turns(fits, num_rounds=num_rounds)
-    fastest = fastest_of_slowest(seconds_of(steps))
+    fastest, cpu_s = fastest_of_slowest(seconds_of(steps)), cpu_seconds(steps)
     return [
-        replace(each, measured_s=fastest[each._key], sent_bytes=min(step.sent_bytes for step in steps[each._key]))
+        replace(
+            each,
+            measured_s=fastest[each._key],
+            sent_bytes=min(step.sent_bytes for step in steps[each._key]),
+            cpu_s=cpu_s[each._key],
+        )
         for each in entrants
     ]
 

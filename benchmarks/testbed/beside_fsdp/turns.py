@@ -21,6 +21,8 @@ class TakenStep(NamedTuple):
     seconds: float
     sent_bytes: int
     """Bytes that this rank's host has sent to others; 0 where ranks are not on hosts of their own."""
+    cpu_s: float
+    """CPU seconds of this rank's process, without those that the kernel takes for packets."""
 
 
 def fits_in_turns(fits: Mapping[str, Callable[[Turns], None]], *, num_rounds: int) -> dict[str, list[TakenStep]]:
@@ -53,7 +55,7 @@ class Turns(pl.Callback):
         self._may_go, self._waits = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._start_s: float | None = None
-        self._sent_before = 0
+        self._sent_before, self._cpu_before_s = 0, 0.0
         threading.Thread(target=self._run, args=(fit,), daemon=True).start()
 
     def take(self) -> None:
@@ -81,15 +83,16 @@ class Turns(pl.Callback):
         self._waits.release()
         self._may_go.acquire()
         dist.barrier()
-        self._sent_before = sent_bytes() or 0
+        self._sent_before, self._cpu_before_s = sent_bytes() or 0, time.process_time()
         self._start_s = time.perf_counter()
 
     def end(self) -> None:
         """Ends an optimizer step."""
         assert self._start_s is not None
         seconds, self._start_s = time.perf_counter() - self._start_s, None
+        cpu_s = time.process_time() - self._cpu_before_s
         dist.barrier()  # others of this host may still send
-        self.steps.append(TakenStep(seconds, (sent_bytes() or 0) - self._sent_before))
+        self.steps.append(TakenStep(seconds, (sent_bytes() or 0) - self._sent_before, cpu_s))
 
     @override
     def on_train_batch_start(
@@ -109,6 +112,13 @@ class Turns(pl.Callback):
 def seconds_of(steps: Mapping[str, list[TakenStep]]) -> dict[str, list[float]]:
     """Seconds of every step on this rank, by fit."""
     return {name: [step.seconds for step in taken] for name, taken in steps.items()}
+
+
+def cpu_seconds(steps: Mapping[str, list[TakenStep]]) -> dict[str, float]:
+    """CPU seconds of all ranks in the step that takes fewest, by fit. Call it on all ranks."""
+    found = torch.tensor([[step.cpu_s for step in taken] for taken in steps.values()], dtype=torch.float64)
+    dist.all_reduce(found)
+    return dict(zip(steps, found.min(1).values.tolist(), strict=True))
 
 
 def slowest_ranks(seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
