@@ -43,9 +43,10 @@ def main(
         measured(nodes.section(nodes.quick_cases() if quick else nodes.cases()), results, is_fresh=fresh)
         wide_console().print(predictions.table(MEASURED))
         if pictures is not None and not quick:
-            from benchmarks.pictures.cluster import draw
+            from benchmarks.pictures.cluster import draw, draw_memory
 
             draw(results.stored("nodes"), pictures / "cluster_nodes.svg")
+            draw_memory(*nodes.memory_over_step(nodes.SHOWN), nodes.SHOWN, pictures / "cluster_memory.svg")
 
 
 if __name__ == "__main__":

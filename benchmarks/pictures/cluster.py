@@ -1,14 +1,17 @@
-"""The picture of simulated machines: OSDP's samples/s over the best others'; it needs matplotlib."""
+"""Pictures of simulated machines: OSDP's samples/s over the best others', and memory over a step.
+
+They need matplotlib.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from benchmarks.measures.section import Row
-from benchmarks.measures.simulated.nodes import SPACES, ratio
+from benchmarks.measures.simulated.nodes import SPACES, Case, Curve, ratio
 from benchmarks.pictures import save
 
 _COLOURS = ("#0072B2", "#D55E00")
@@ -34,4 +37,21 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="simulated samples/s over those of the best that people choose by hand")
     figure.legend(loc="outside upper center", ncols=len(SPACES))
+    save(figure, path)
+
+
+def draw_memory(curves: Mapping[str, Curve], limit_bytes: int, case: Case, path: Path) -> None:
+    """Memory of a step of a case over time, a panel for each name of the curves, with the limit."""
+    figure = Figure(figsize=(9.0, 3.0), layout="constrained")
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    longest_s = max(curve[-1][0] for curve in curves.values())
+    for axes, (name, curve) in zip(panels, curves.items(), strict=True):
+        seconds, num_bytes = [time_s for time_s, _ in curve], [each / 2**30 for _, each in curve]
+        colour = _COLOURS[max(num_bytes) * 2**30 > limit_bytes]
+        axes.fill_between(seconds, num_bytes, step="post", color=colour, alpha=0.6)
+        axes.axhline(limit_bytes / 2**30, color="#666666", linewidth=0.8, linestyle="--")
+        axes.set(title=f"{name}\n{seconds[-1]:.2f} s, {max(num_bytes):.1f} GiB", xlim=(0, longest_s), ylim=(0, None))
+        axes.title.set_fontsize(9)
+    panels[0].set(ylabel="live memory of one GPU (GiB)")
+    figure.supxlabel(f"seconds of a step: {case}, simulated; dashed: the limit", fontsize=9)
     save(figure, path)

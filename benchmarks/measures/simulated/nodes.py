@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from rich.table import Table
@@ -111,6 +111,32 @@ def measure(case: Case) -> dict[str, Any]:
             "cpu_s": cpu_s,
         }
     return {"limit_bytes": limit_bytes, "by_hand": [each.numbers for each in by_hand], "plans": plans}
+
+
+SHOWN = Case(model="8B", machine="8 a100-40", global_batch=8)
+"""Case whose memory is drawn over a step, of one sample a rank."""
+_DRAWN = ("SHARD_GRAD_OP", "FULL_SHARD", "FULL_SHARD, checkpointing")
+Curve: TypeAlias = Sequence[tuple[float, float]]
+"""Seconds from the start of a step, and live bytes of a rank."""
+
+
+def memory_over_step(case: Case) -> tuple[dict[str, Curve], int]:
+    """Predicted memory of a step under what people choose by hand, and under OSDP's plan.
+
+    Returns:
+        Curves by name, those of configurations that do not fit among them, and the limit of a rank's memory in bytes.
+    """
+    machine = Machine.parse(case.machine)
+    profile, cluster = _profile(case.model, case.machine), machine.cluster
+    policy = BatchPolicy.fixed(samples_of_rank(case.global_batch, machine.world_size, name="global_batch"), 1)
+    by_hand = made_by_hand(profile, cluster, memory_limit_bytes=machine.memory_bytes, policy=policy)
+    plans = {each.name: each.plan for each in by_hand if each.name in _DRAWN}
+    best = make_plan(profile, cluster, memory_limit_bytes=machine.memory_bytes, micro_batch_size=policy)
+    curves = {
+        name: [(time_s, moment.num_bytes) for time_s, moment in simulate(plan, profile, cluster).moments]
+        for name, plan in {**{name: plans[name] for name in _DRAWN}, "OSDP": best}.items()
+    }
+    return curves, machine.memory_bytes
 
 
 @cache
