@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -40,6 +40,11 @@ def simulated_group(world_size: int, links: SimulatedLinks | None = None) -> Ite
         group = dist.group.WORLD
         assert isinstance(group, SimulatedGroup)
         yield group
+
+
+def counted_group(world_size: int) -> AbstractContextManager[Any]:
+    """Rank 0 of N, whose collectives take no time and allocate what gloo's do: peaks are those of real ranks on CPU."""
+    return simulated_group(world_size, SimulatedLinks(copies_reduced=True))
 
 
 def _make(common: Any, links: SimulatedLinks | None) -> SimulatedGroup:

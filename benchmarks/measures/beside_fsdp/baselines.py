@@ -15,7 +15,7 @@ from benchmarks.measures.accuracy.memory import ANY_RATES, FREE
 from benchmarks.measures.beside_fsdp.cases import BASE, Contest
 from benchmarks.measures.section import Results, Row, Section, measured
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
-from benchmarks.testbed.groups import fake_group, simulated_group
+from benchmarks.testbed.groups import counted_group
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import largest_that_fits
 from lightning_osdp import Cluster, ModelProfile, profile_model, simulate
@@ -144,7 +144,7 @@ def _cluster(ranks: Ranks) -> Cluster:
         node_size=ranks.node_size,
         all_gather=FREE,
         reduce_scatter=FREE,
-        reduce_scatter_copies=False,
+        reduce_scatter_copies=True,
     )
 
 
@@ -163,8 +163,7 @@ def counted_bytes(ranks: Ranks, way: Way, micro_batch_size: int, num_micro_batch
 
 @cache
 def _counted_bytes(ranks: Ranks, way: Way, micro_batch_size: int, num_micro_batches: int) -> int:
-    # a gradient bucket that is reduced needs a result, which the fake backend does not give
-    with simulated_group(ranks.num_ranks) if way.sharding == "DDP" else fake_group(ranks.num_ranks):
+    with counted_group(ranks.num_ranks):
         module = build(ranks.model)
         plan = _plan(ranks, way, micro_batch_size, num_micro_batches)
         return count_step(module, plan, strategy=way.strategy(module, node_size=ranks.node_size)).peak_bytes

@@ -19,7 +19,7 @@ from benchmarks.measures.links import on_links_that_can_be_had, on_ranks, rate_o
 from benchmarks.measures.section import Row, Section, Target
 from benchmarks.testbed.beside_fsdp.contest import UNLIMITED, Division, Entrant
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline
-from benchmarks.testbed.groups import fake_group
+from benchmarks.testbed.groups import counted_group
 from benchmarks.testbed.memory import count_step
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
@@ -160,7 +160,7 @@ def strip(plan: Plan) -> list[list[Any]]:
 def _counted_bytes(model: str, plan: str) -> int:
     """Peak of a step of OSDP's plan, as JSON, in one process as rank 0 of its ranks."""
     made = Plan.from_json(plan)
-    with fake_group(made.world_size):
+    with counted_group(made.world_size):
         return count_step(build(model), made).peak_bytes
 
 

@@ -114,7 +114,7 @@ class Way:
             micro_batch_size=micro_batch_size,
             num_micro_batches=num_micro_batches,
             node_size=node_size,
-            backward_prefetch="pre" if self.is_ahead else "none",
+            backward_prefetch="pre" if self.is_fully_shard else "none",  # torch does, without being asked
             forward_prefetch=self.is_ahead,
             asynchronous_unshard=self.is_ahead,
         )
