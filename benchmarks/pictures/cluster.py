@@ -6,6 +6,7 @@ They need matplotlib.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -15,6 +16,7 @@ from benchmarks.measures.simulated.nodes import SPACES, Case, Curve, ratio
 from benchmarks.pictures import save
 
 _COLOURS = ("#0072B2", "#D55E00")
+_PLACES = 300
 _HEIGHT = 0.26
 """Height of a bar; cases are 1 apart."""
 
@@ -40,13 +42,21 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     save(figure, path)
 
 
+def _thinned(curve: Curve, longest_s: float) -> Curve:
+    """Largest bytes of each of `_PLACES` equal parts of the longest step, at the part's first moment, and the end."""
+    parts = groupby(curve, key=lambda point: int(point[0] / longest_s * _PLACES))
+    found = [(points[0][0], max(each for _, each in points)) for _, part in parts if (points := [*part])]
+    return [*found, curve[-1]]
+
+
 def draw_memory(curves: Mapping[str, Curve], limit_bytes: int, case: Case, path: Path) -> None:
     """Memory of a step of a case over time, a panel for each name of the curves, with the limit."""
     figure = Figure(figsize=(9.0, 3.0), layout="constrained")
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
     longest_s = max(curve[-1][0] for curve in curves.values())
     for axes, (name, curve) in zip(panels, curves.items(), strict=True):
-        seconds, num_bytes = [time_s for time_s, _ in curve], [each / 2**30 for _, each in curve]
+        thinned = _thinned(curve, longest_s)
+        seconds, num_bytes = [time_s for time_s, _ in thinned], [each / 2**30 for _, each in thinned]
         colour = _COLOURS[max(num_bytes) * 2**30 > limit_bytes]
         axes.fill_between(seconds, num_bytes, step="post", color=colour, alpha=0.6)
         axes.axhline(limit_bytes / 2**30, color="#666666", linewidth=0.8, linestyle="--")

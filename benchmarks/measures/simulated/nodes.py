@@ -132,7 +132,7 @@ def memory_over_step(case: Case) -> tuple[dict[str, Curve], int]:
     by_hand = made_by_hand(profile, cluster, memory_limit_bytes=machine.memory_bytes, policy=policy)
     plans = {each.name: each.plan for each in by_hand if each.name in _DRAWN}
     best = make_plan(profile, cluster, memory_limit_bytes=machine.memory_bytes, micro_batch_size=policy)
-    curves = {
+    curves: dict[str, Curve] = {
         name: [(time_s, moment.num_bytes) for time_s, moment in simulate(plan, profile, cluster).moments]
         for name, plan in {**{name: plans[name] for name in _DRAWN}, "OSDP": best}.items()
     }
