@@ -25,7 +25,8 @@ from lightning_osdp.scheduler.sweep import Candidate, Sweep
 from lightning_osdp.search import SOLVERS
 from lightning_osdp.simulation import planned_activations, planned_step
 
-_ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
+ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
+"""Engine whose settings of prefetching are all to be chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def make_plan(
     micro_batch_size: int | BatchPolicy,
     search_space: SearchSpace | None = None,
     method: PlanMethod | None = None,
-    engine: FSDP2 = _ANY_PREFETCH,
+    engine: FSDP2 = ANY_PREFETCH,
     progress: Progress = silent,
 ) -> Plan:
     """The plan with the best predicted samples/s under the memory limit.
@@ -138,30 +139,14 @@ def judge_plan(plan: Plan, profile: ModelProfile, cluster: Cluster, *, memory_li
         PlanMismatchError: the plan is for another model or another number of ranks.
         ConfigurationError: it has operators, slices or blocks that the model has not.
     """
-    plan.check_matches(profile.fingerprint, world_size=cluster.world_size, node_size=cluster.node_size)
-    profile = plan.search_space.of(profile)
-    step, modes = planned_step(plan, profile, cluster)
-    space, method, engine = plan.search_space, method_of(plan), engine_of(plan)
-    setting = Setting(
-        profile=step.profile,
-        units=step.units,
-        cluster=cluster,
-        workload=step.workload,
-        modes=modes_of(space.modes, space.sync),
-        engine=engine,
-        cost_model=plan.cost_model,
-        decided=Decided(
-            profile=profile,
-            blocks=planned_activations(plan, profile),
-            num_slices={unit.name: unit.num_slices for unit in plan.units if unit.num_slices > 1},
-        ),
-    )
+    setting, modes = planned_setting(plan, profile, cluster)
+    profile, space, method = setting.unchanged, plan.search_space, method_of(plan)
     assigned = assignment_of(setting, modes, bound_s=setting.costs.step_time_s(modes) / (1 + plan.gap))
     plain = dataclasses.replace(
         setting,
         profile=profile,
         units=partition(profile, min_unit_bytes=space.min_unit_bytes),
-        engine=engine.all_ahead,
+        engine=setting.engine.all_ahead,
         decided=Decided(),
     )
     sweep = Sweep(
@@ -172,6 +157,33 @@ def judge_plan(plan: Plan, profile: ModelProfile, cluster: Cluster, *, memory_li
     )
     judged = Candidate(assignment=assigned, bounds=((setting, assigned.bound_s),))
     return dataclasses.replace(_plan(judged, sweep, judged.most_samples_per_s), solver=plan.solver)
+
+
+def planned_setting(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Setting, Modes]:
+    """The setting of a plan that is there, with what the plan has decided, and the modes of its units.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or another number of ranks.
+        ConfigurationError: it has operators, slices or blocks that the model has not.
+    """
+    plan.check_matches(profile.fingerprint, world_size=cluster.world_size, node_size=cluster.node_size)
+    profile = plan.search_space.of(profile)
+    step, modes = planned_step(plan, profile, cluster)
+    setting = Setting(
+        profile=step.profile,
+        units=step.units,
+        cluster=cluster,
+        workload=step.workload,
+        modes=modes_of(plan.search_space.modes, plan.search_space.sync),
+        engine=engine_of(plan),
+        cost_model=plan.cost_model,
+        decided=Decided(
+            profile=profile,
+            blocks=planned_activations(plan, profile),
+            num_slices={unit.name: unit.num_slices for unit in plan.units if unit.num_slices > 1},
+        ),
+    )
+    return setting, modes
 
 
 def _plan(best: Candidate, sweep: Sweep, most_samples_per_s: float) -> Plan:

@@ -19,6 +19,7 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.engine import AUTO, FSDP2
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.scheduler import ANY_PREFETCH
 from lightning_osdp.search import SOLVERS
 from lightning_osdp.strategy.runtime.launcher import StartMethod
 
@@ -30,7 +31,6 @@ _SCALE_SHARE = 0.95
 """Share of the free memory that plans with ``batch_size="scale"`` may fill: later batches may be larger."""
 
 _STATE_DICT_TYPES = ("full", "sharded")
-_ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
 
 _PLANNED = {
     "sharding_strategy": "the plan chooses it per operator; limit the choice with search_space=SearchSpace(modes=...)",
@@ -58,9 +58,10 @@ class Options:
     accumulate_in_fp32: bool = False
     profile_batch: Any = None
     dry_run: bool | Literal["auto"] = "auto"
+    race: bool | Literal["auto"] = False
     node_size: int | None = None
     start_method: StartMethod = "popen"
-    engine: FSDP2 = _ANY_PREFETCH
+    engine: FSDP2 = ANY_PREFETCH
     """FSDP2 with the user's settings of prefetching; the plan chooses settings that are ``"auto"``."""
     recomputed: tuple[str, ...] = ()
     """Modules that are checkpointed whatever the plan is, by ``activation_checkpointing_policy``; set in setup."""
@@ -75,6 +76,7 @@ class Options:
             ("global_batch_size", self.global_batch_size is None or _is_positive(self.global_batch_size), optional),
             ("node_size", self.node_size is None or _is_positive(self.node_size), optional),
             ("dry_run", isinstance(self.dry_run, bool) or self.dry_run == "auto", "True, False or 'auto'"),
+            ("race", isinstance(self.race, bool) or self.race == "auto", "True, False or 'auto'"),
             ("start_method", self.start_method in methods, f"one of {methods}"),
             ("plan", self.plan is None or isinstance(self.plan, (Plan, str, Path)), "a Plan or the path of one"),
             ("search_space", isinstance(self.search_space, SearchSpace), "None or a SearchSpace"),
@@ -184,7 +186,7 @@ def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> FSDP2:
         )
     if backward not in tuple(names):
         raise ConfigurationError(f"backward_prefetch must be a BackwardPrefetch or None, got {backward!r}.")
-    engine = replace(_ANY_PREFETCH, backward_prefetch=names[backward])
+    engine = replace(ANY_PREFETCH, backward_prefetch=names[backward])
     if "forward_prefetch" not in fsdp_kwargs:
         return engine
     forward = fsdp_kwargs.pop("forward_prefetch")

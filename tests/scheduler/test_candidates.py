@@ -1,0 +1,127 @@
+"""Candidates of a race: different plans of one structure that fit, each of which may follow any other."""
+
+import contextlib
+import dataclasses
+import random
+from itertools import permutations
+
+import pytest
+
+from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.engine import FSDP2, check_change, engine_of
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.scheduler import Candidate, are_close, candidates, judge_plan, make_plan
+from lightning_osdp.scheduler.candidates import MOST_CANDIDATES, MOST_SLOWER
+from tests import corpus
+from tests.plans import bare_plan
+
+SEEDS = (2, 3, 4, 11, 15, 19, 29)
+
+
+def planned(seed, *, shares=(0.6, 0.8, 1.0), **wanted):
+    """Plans of a random model in little and in much memory, with their profile and cluster."""
+    draw = random.Random(seed)
+    profile, cluster, workload = corpus.draw_profile(draw), corpus.draw_cluster(draw), corpus.draw_workload(draw)
+    wanted["micro_batch_size"] = BatchPolicy.fixed(workload.micro_batch_size, workload.num_micro_batches)
+    largest = make_plan(profile, cluster, memory_limit_bytes=2**40, **wanted)
+    for share in shares:
+        with contextlib.suppress(InfeasibleError):
+            limit_bytes = round(share * largest.peak_bytes)
+            yield make_plan(profile, cluster, memory_limit_bytes=limit_bytes, **wanted), profile, cluster
+
+
+def how_it_runs(plan):
+    units = tuple(tuple(sorted(each.items()) for each in unit.treatments) for unit in plan.units)
+    blocks = {block.name: (block.activations, block.kept) for block in plan.blocks}
+    return repr((units, sorted(blocks.items()), engine_of(plan)))
+
+
+def reductions(plan):
+    return [unit.sync for unit in plan.units]
+
+
+@pytest.mark.parametrize("may_round", [False, True])
+def test_candidates_fit_differ_and_may_follow_one_another(may_round):
+    names, differ = set(), 0
+    for plan, profile, cluster in (each for seed in SEEDS for each in planned(seed)):
+        found = candidates(plan, profile, cluster, may_round=may_round)
+        assert found[0] == Candidate(name="the plan", plan=plan)
+        assert len({how_it_runs(each.plan) for each in found}) == len(found) == len({each.name for each in found})
+        assert sum(not each.is_plain for each in found) <= MOST_CANDIDATES
+        for each in found[1:]:
+            stored = Plan.from_json(each.plan.to_json())
+            judged = judge_plan(stored, profile, cluster, memory_limit_bytes=plan.memory_limit_bytes)
+            assert each.plan.peak_bytes == judged.peak_bytes <= plan.memory_limit_bytes
+            assert each.plan.step_time_s == pytest.approx(judged.step_time_s)
+            assert each.plan.all_zdp_step_time_s == plan.all_zdp_step_time_s
+            assert each.is_plain or each.plan.step_time_s <= MOST_SLOWER * plan.step_time_s * (1 + 1e-9)
+            assert may_round or reductions(each.plan) == reductions(plan)
+            differ += reductions(each.plan) != reductions(plan)
+        for one, other in permutations(found, 2):
+            check_change(one.plan, other.plan)
+        names.update(each.name for each in found)
+    assert bool(differ) == may_round
+    assert {"all DP", "all ZDP", "fewer collectives", "less memory", "nothing gathered ahead"} <= names
+    assert {"no recomputation, all ZDP", "all blocks recomputing, fewer collectives"} & names
+
+
+def test_plain_ones_treat_all_units_alike():
+    for plan, profile, cluster in (each for seed in SEEDS for each in planned(seed)):
+        for each in candidates(plan, profile, cluster):
+            if each.is_plain:
+                kept = {unit.treatments[0]["keep"] for unit in each.plan.units if unit.name and unit.menu}
+                assert kept == {"whole" if each.name == "all DP" else "nothing"}
+
+
+def test_plain_ones_are_looked_at_whatever_is_predicted_of_them(model, cluster):
+    profile, ring = model(400, 400, 400), cluster(2, seconds_per_byte=0.01)
+    plan = make_plan(profile, ring, memory_limit_bytes=2**40, micro_batch_size=2)
+    last = candidates(plan, profile, ring)[-1]
+    assert last.name == "all ZDP"
+    assert last.plan.step_time_s > MOST_SLOWER * plan.step_time_s
+
+
+def test_the_search_space_holds_for_candidates():
+    spaces = [SearchSpace(modes=("ZDP",)), SearchSpace(activations=("keep",))]
+    for space in spaces:
+        for plan, profile, cluster in (each for seed in SEEDS for each in planned(seed, search_space=space)):
+            for each in candidates(plan, profile, cluster, may_round=True):
+                modes = {mode for unit in each.plan.units if unit.name for mode in unit.modes}
+                assert modes <= set(space.modes)
+                assert each.plan.blocks == () or "recompute" in space.activations
+
+
+def test_settings_of_prefetching_hold_for_candidates():
+    engine = FSDP2(backward_prefetch="pre", forward_prefetch=False, asynchronous_unshard=False)
+    for plan, profile, cluster in (each for seed in SEEDS for each in planned(seed, engine=engine)):
+        for each in candidates(plan, profile, cluster, engine=engine):
+            assert engine_of(each.plan) == engine_of(plan) == engine
+
+
+def test_what_users_have_blocks_do_stays():
+    for plan, profile, ring in (each for seed in SEEDS for each in planned(seed, shares=(1.0,))):
+        given = dataclasses.replace(plan, search_space=dataclasses.replace(plan.search_space, activations=("keep",)))
+        for each in candidates(given, profile, ring):
+            assert [(block.name, block.treatment) for block in each.plan.blocks] == [
+                (block.name, block.treatment) for block in plan.blocks
+            ]
+
+
+def test_on_one_rank_there_is_nothing_to_gather(model, cluster):
+    profile = model(400, 400, 400)
+    plan = make_plan(profile, cluster(1), memory_limit_bytes=2**40, micro_batch_size=2)
+    assert candidates(plan, profile, cluster(1)) == (Candidate(name="the plan", plan=plan),)
+
+
+def test_predictions_leave_open_which_is_fastest_where_the_best_two_are_close_and_computing_hides_links(cluster):
+    def are(*seconds, ring):
+        return are_close([Candidate(name="", plan=bare_plan(step_time_s=each)) for each in seconds], ring)
+
+    overlapping = dataclasses.replace(cluster(2), overlaps=True)
+    assert are(1.3, 1.0, 1.14, ring=overlapping)
+    assert not are(1.3, 1.0, 1.16, ring=overlapping)
+    assert not are(1.0, ring=overlapping)
+    assert not are(1.0, 1.0, ring=dataclasses.replace(overlapping, overlaps=False))
+    assert not are(1.0, 1.0, ring=dataclasses.replace(overlapping, world_size=1))
