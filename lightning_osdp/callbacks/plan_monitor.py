@@ -60,7 +60,8 @@ class PlanMonitor(pl.Callback):
     - ``osdp/step_time_ratio`` (*), ``osdp/peak_ratio`` (*): measured over predicted, if the plan has a prediction.
 
     The first steps are left out, and on CPU the steps in which bytes are counted. Training never waits for a
-    measurement. The monitor adds nothing to checkpoints.
+    measurement. The monitor adds nothing to checkpoints. While plans race, values are those of the plan whose turn it
+    is, and there is no peak; the final table is about the steps after the race.
 
     Args:
         progress_bar: True shows values in the progress bar.
@@ -82,7 +83,7 @@ class PlanMonitor(pl.Callback):
         self._steps: deque[tuple[float, int]] = deque(maxlen=_KEPT_STEPS)
         self._unlogged: list[tuple[float, int]] = []
         self._world_size = trainer.world_size
-        self._num_steps, self._global_step = 0, trainer.global_step
+        self._num_steps, self._global_step, self._is_racing = 0, trainer.global_step, False
         self._shown_s, self._is_over, self._has_retried = 0.0, False, False
         self._latest = {}
 
@@ -142,7 +143,8 @@ class PlanMonitor(pl.Callback):
         plan = getattr(trainer.strategy, "plan", None)
         if plan is not None and plan is not self._plan:  # `change_plan` was called: measurements are of the old plan
             self._begin(trainer, plan)
-        self._peak.start(trainer, batch, num_steps=self._num_steps)
+        self._is_racing = bool(getattr(trainer.strategy, "is_racing", False))
+        self._peak.start(trainer, batch, num_steps=self._num_peak_steps)
         self._clock.start()
 
     @override
@@ -155,8 +157,9 @@ class PlanMonitor(pl.Callback):
         if trainer.global_step == self._global_step:
             return  # gradients accumulate, and the optimizer step comes later
         self._global_step = trainer.global_step
-        self._clock.end_step(counts=self._num_steps >= WARM_UP_STEPS and not self._peak.is_counting)
-        self._peak.end_step(num_steps=self._num_steps)
+        warm_up_steps = 1 if self._is_racing else WARM_UP_STEPS
+        self._clock.end_step(counts=self._num_steps >= warm_up_steps and not self._peak.is_counting)
+        self._peak.end_step(num_steps=self._num_peak_steps)
         self._warn_over_limit(trainer)
         self._warn_of_retries(trainer)
         self._num_steps += 1
@@ -166,6 +169,11 @@ class PlanMonitor(pl.Callback):
             self._shown_s = time.perf_counter()
         if is_due:  # true on all ranks at once, as they end steps together
             self._unlogged = []
+
+    @property
+    def _num_peak_steps(self) -> int:
+        """Steps so far, as far as peaks go: counting bytes would slow down the steps by which plans are compared."""
+        return 0 if self._is_racing else self._num_steps
 
     def _warn_over_limit(self, trainer: pl.Trainer) -> None:
         """Warns, once, of the first step over the memory limit."""

@@ -37,6 +37,7 @@ from lightning_osdp.strategy.checkpointing.entries import Generators
 from lightning_osdp.strategy.dry_run import plan_that_fits
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
+from lightning_osdp.strategy.racing import Racing, race_of
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import explain_step_error
 from lightning_osdp.strategy.runtime.launcher import GatheringLauncher, StartMethod, check_interactive
@@ -84,6 +85,9 @@ class OSDPStrategy(FSDPStrategy):
             batches differ, give the largest.
         dry_run: True has training begin with a memory dry run, an optimizer step that each rank takes alone; where the
             step does not fit, all ranks change to a plan with less memory. ``"auto"``: on GPUs.
+        race: True has plans that the module can change to take turns in the first optimizer steps, all of which train
+            the same up to rounding; the fastest goes on. ``"auto"``: where predictions leave open which that is, and
+            among plans that add up nothing in another order. Not with ``Trainer(deterministic=True)`` nor with `plan`.
         node_size: ranks of a node, between which links are faster than between nodes; None: as the ranks were started,
             by ``LOCAL_WORLD_SIZE`` or the Trainer's ``devices``. Plans are made for nodes of this size.
         cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (equation 1 of the paper).
@@ -113,6 +117,7 @@ class OSDPStrategy(FSDPStrategy):
         accumulate_in_fp32: bool = False,
         profile_batch: Any = None,
         dry_run: bool | Literal["auto"] = "auto",
+        race: bool | Literal["auto"] = False,
         node_size: int | None = None,
         cost_model: str = "simulate",
         start_method: StartMethod = "popen",
@@ -130,6 +135,7 @@ class OSDPStrategy(FSDPStrategy):
             accumulate_in_fp32=accumulate_in_fp32,
             profile_batch=profile_batch,
             dry_run=dry_run,
+            race=race,
             node_size=node_size,
             start_method=start_method,
             engine=pop_prefetch(fsdp_kwargs),
@@ -137,6 +143,7 @@ class OSDPStrategy(FSDPStrategy):
         self._units = Units(self, options)
         self._ranks, self._generators = RanksTogether(self), Generators()
         self._setting_up = ExitStack()
+        self._racing: Racing | None = None  # None before a fit, and in one without a race
         self._loading: load.Loading | None = None  # the checkpoint that the Trainer restores
         self.census: Census | None = None  # tensors alive when fit began, on CPU, where live tensors are counted
         # LightningCLI leaves out arguments that are given here: the plan decides them.
@@ -151,6 +158,11 @@ class OSDPStrategy(FSDPStrategy):
         if self._units.model is not None:
             return self._units.model.sharded.plan
         return self._launcher.plan if isinstance(self._launcher, GatheringLauncher) else None
+
+    @property
+    def is_racing(self) -> bool:
+        """True while plans take turns in a race: `plan` is then the one whose turn it is."""
+        return self._racing is not None and not self._racing.is_over
 
     @property
     def profile(self) -> ModelProfile | None:
@@ -227,7 +239,8 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         try:
-            explain_step_error(exception, self, None if self._units.model is None else self._sharded)
+            turn = "" if self._racing is None else self._racing.turn
+            explain_step_error(exception, self, None if self._units.model is None else self._sharded, turn=turn)
         finally:
             self._ranks.report(exception)  # even then: the other ranks wait in collectives
 
@@ -237,6 +250,8 @@ class OSDPStrategy(FSDPStrategy):
             # Teardown moves the weights to the CPU, where an NCCL group cannot gather them.
             self._launcher.whole_state = self._sharded.whole_state(on_all_ranks=self.num_nodes > 1)
         self._setting_up.close()
+        if self._racing is not None:
+            self._racing.end(self._trainer)  # an error has ended the fit before it could
         try:
             super().teardown()
             self.checkpoint_io.teardown()  # waits for asynchronous writes; FSDPStrategy does not call it
@@ -283,18 +298,26 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def on_train_start(self) -> None:
         self._sharded.begin_fit()
+        if self._units.model is not None:
+            self._units.model.end_race()
         dry_run = self._units.options.dry_run
         if dry_run == "auto":
             dry_run = self.root_device.type != "cpu"
         # In manual optimization training_step updates weights and states itself, so a dry run would train.
         if dry_run and self.plan is not None and self._trainer.lightning_module.automatic_optimization:
             plan_that_fits(self._trainer, self._units)
+        self._racing = race_of(self._trainer, self._units, runs_dry=bool(dry_run))
+        if self._racing is not None:
+            self._racing.begin(self._trainer)
         self._sharded.carry_hooks()  # hooks of the Trainer may have registered hooks on modules
         self._generators.begin(self.root_device)
 
     @override
     def on_train_end(self) -> None:
         self._sharded.end_fit()
+        if self._racing is not None:
+            self._racing.break_off()
+            self._racing.end(self._trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -396,7 +419,8 @@ class OSDPStrategy(FSDPStrategy):
         on_all_ranks(lambda: entries.check_whole(checkpoint))
         self._units.division.save(checkpoint)
         self._generators.save(checkpoint, self.root_device)
-        entries.store_plan(self.plan, checkpoint)
+        plan = self._racing.planned if self._racing is not None and self.is_racing else self.plan
+        entries.store_plan(plan, checkpoint, is_raced=self._units.is_raced)
         path, write = self.broadcast(filepath), self.checkpoint_io.save_checkpoint
         if self._state_dict_type == "full":
             on_rank_zero(lambda: write(checkpoint, path, storage_options=storage_options))

@@ -19,6 +19,7 @@ BY_CLASS = """
       memory_limit: 64MiB
       batch_size: {batch_size}
       search: greedy
+      race: auto
       search_space:
         modes: [ZDP, DP]
         min_unit_bytes: 0
@@ -52,6 +53,7 @@ def test_by_class_path_with_options(tmp_path, monkeypatch, batch_size):
     assert plan == trainer.strategy.plan
     assert plan.memory_limit_bytes == 64 * 2**20
     assert plan.solver == "greedy"
+    assert trainer.strategy._units.options.race == "auto"
     assert trainer.strategy._units.options.search_space == SearchSpace(modes=("ZDP", "DP"), min_unit_bytes=0)
 
 

@@ -137,3 +137,9 @@ def test_prefetch_that_does_not_exist_is_refused():
 def test_a_dry_run_is_on_off_or_left_to_the_device():
     with pytest.raises(ConfigurationError, match="dry_run must be True, False or 'auto', got 'always'"):
         OSDPStrategy(dry_run="always")
+
+
+def test_a_race_is_on_off_or_left_to_predictions():
+    for race in ("sometimes", None, 1):
+        with pytest.raises(ConfigurationError, match=f"race must be True, False or 'auto', got {race!r}"):
+            OSDPStrategy(race=race)

@@ -34,6 +34,8 @@ _STATES = ("state_dict", "optimizer_states")
 """Keys of the entries that the strategy makes of shards."""
 _PLAN = "osdp_plan"
 """Key of the plan, as JSON text."""
+_RACED = "osdp_raced"
+"""Key that is there, with True, where the plan has won a race."""
 _DIVISION = "osdp_division"
 """Key of a pair: samples of a micro-batch, and micro-batches of an optimizer step."""
 _GENERATORS = "osdp_rng"
@@ -55,10 +57,12 @@ def check_whole(checkpoint: Mapping[str, Any]) -> None:
             )
 
 
-def store_plan(plan: Plan | None, checkpoint: dict[str, Any]) -> None:
-    """Writes the plan in use into a checkpoint, if there is one."""
+def store_plan(plan: Plan | None, checkpoint: dict[str, Any], *, is_raced: bool = False) -> None:
+    """Writes the plan in use into a checkpoint, if there is one, and whether a race has found it."""
     if plan is not None:
         checkpoint[_PLAN] = plan.to_json()
+    if is_raced:
+        checkpoint[_RACED] = True
 
 
 def store_division(workload: Workload, checkpoint: dict[str, Any]) -> None:
@@ -94,6 +98,8 @@ class Resumed(NamedTuple):
     """Plan as JSON text; None where training had none."""
     loops: Mapping[str, Any]
     """State of Lightning's loop of fitting, numbers by names."""
+    is_raced: bool = False
+    """True if the plan has won a race."""
 
 
 def read_resumed(trainer: pl.Trainer) -> Resumed | None:
@@ -111,7 +117,8 @@ def read_resumed(trainer: pl.Trainer) -> Resumed | None:
             return None
         loops = saved.get("loops")
         loops = loops.get("fit_loop") if isinstance(loops, dict) else None
-        return Resumed(path, stored_division(saved), _plan_text(saved), loops if isinstance(loops, dict) else {})
+        loops = loops if isinstance(loops, dict) else {}
+        return Resumed(path, stored_division(saved), _plan_text(saved), loops, is_raced=_RACED in saved)
 
     path = checkpoint_to_resume(trainer)
     return None if path is None else on_rank_zero(lambda: read(str(path)))

@@ -79,8 +79,7 @@ def publish(
 
     Profile and cluster are written beside the plan, for `lightning-osdp`; both are None where the plan was given.
     """
-    path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILENAME
-    is_kept = not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector; such a run leaves no files
+    path, is_kept = _path(trainer), _is_kept(trainer)
 
     def write() -> None:
         estimate: StepEstimate | None = None
@@ -104,6 +103,28 @@ def publish(
     on_rank_zero(write)
     if trainer.state.fn == TrainerFn.FITTING and not callbacks_of(trainer, PlanMonitor):
         all_callbacks(trainer).append(PlanMonitor())
+
+
+def write_plan(trainer: pl.Trainer, plan: Plan) -> None:
+    """Writes and draws a plan that has taken the place of the published one, on rank 0. All ranks call it."""
+    path = _path(trainer)
+
+    def write() -> None:
+        plan.save(path)
+        _draw(plan, path.with_suffix(".svg"), None)
+
+    if _is_kept(trainer):
+        on_rank_zero(write)
+
+
+def _path(trainer: pl.Trainer) -> Path:
+    """Path of the plan's file. All ranks call it: the Trainer broadcasts its folder."""
+    return Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILENAME
+
+
+def _is_kept(trainer: pl.Trainer) -> bool:
+    """Tells whether a run leaves files."""
+    return not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector
 
 
 def _draw(plan: Plan, path: Path, estimate: StepEstimate | None) -> str:

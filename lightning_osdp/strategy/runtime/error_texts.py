@@ -82,10 +82,19 @@ def place_of_shortage(sharded: ShardedModel) -> str:
     return sharded.place_in_step() or "the optimizer step"
 
 
-def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: ShardedModel | None) -> None:
-    """Appends advice to an error of known cause; ``sharded`` is None before the model is sharded."""
+def explain_step_error(
+    error: BaseException, strategy: FSDPStrategy, sharded: ShardedModel | None, *, turn: str = ""
+) -> None:
+    """Appends advice to an error of known cause.
+
+    Args:
+        error: of a step, or of anything else.
+        strategy: that trains.
+        sharded: its model; None before the model is sharded.
+        turn: name of the plan whose turn it is in a race; empty for none.
+    """
     if is_out_of_memory(error) and sharded is not None and sharded.plan is not None:
-        _append(error, _of_memory(strategy, sharded.plan, place_of_shortage(sharded)))
+        _append(error, _of_memory(strategy, sharded.plan, place_of_shortage(sharded), turn))
     advice = next((advice for words, advice in _EXPLAINED.items() if words in str(error)), None)
     is_saving = is_collecting_checkpoint(walk_tb(error.__traceback__))
     if strategy.global_rank and "meta" in str(error).lower() and is_saving:
@@ -94,7 +103,7 @@ def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: Sh
         _append(error, advice)
 
 
-def _of_memory(strategy: FSDPStrategy, plan: Plan, place: str) -> str:
+def _of_memory(strategy: FSDPStrategy, plan: Plan, place: str, turn: str) -> str:
     """Names the rank, the place and the plan, and gives advice."""
     assert strategy.lightning_module is not None
     limit = format_bytes(plan.memory_limit_bytes)
@@ -105,6 +114,7 @@ def _of_memory(strategy: FSDPStrategy, plan: Plan, place: str) -> str:
     return (
         f"OSDP: rank {strategy.global_rank} ran out of memory in {place}, under a plan{predicted}. Pass a lower"
         f" memory_limit than {limit}, so that more is sharded, or use a smaller micro-batch."
+        + (f" It was the turn of {turn!r} in a race of plans: race=False trains without one." if turn else "")
         + (f" The last checkpoint is {Path(last)}." if last else "")
     )
 

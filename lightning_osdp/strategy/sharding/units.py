@@ -35,7 +35,7 @@ from lightning_osdp.apply import (
 )
 from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import Block, Plan
+from lightning_osdp.core.plans.plan import Block, Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
@@ -69,6 +69,7 @@ class Units:
         model: the sharded model, which has the plan; None before setup.
         division: the micro-batches of an optimizer step.
         choice: the plan that units were made by, with what planning measured.
+        is_raced: True once their plan has won a race, in this fit or before the checkpoint that it goes on from.
     """
 
     def __init__(self, strategy: FSDPStrategy, options: Options) -> None:
@@ -76,6 +77,7 @@ class Units:
         self.model: ReusableModel | None = None
         self.division = Division()
         self.choice = Choice(None, self.division)
+        self.is_raced = False
         self._is_for_training = False
 
     @property
@@ -156,6 +158,7 @@ class Units:
                 state_dict_type = strategy._state_dict_type
                 publish(trainer, sharded.plan, choice.profile, choice.cluster, state_dict_type=state_dict_type)
         self.division, self.choice = choice.division, choice
+        self.is_raced = resumed is not None and resumed.is_raced
         self._is_for_training = trainer.state.fn == TrainerFn.FITTING
         _move_torchmetrics_to_device(module, strategy.root_device)
         plans = [plan for plan in (choice.plan, choice.given_plan) if plan is not None]
@@ -266,6 +269,10 @@ class ReusableModel:
 
     ``state_dict()`` of the module, and of modules inside, raises where it would give this rank's shards;
     ``load_state_dict()`` of the module takes whole tensors, on all ranks.
+
+    Attributes:
+        sharded: the module.
+        before_race: the plan that it had before a race, until that is over; None at other times.
     """
 
     def __init__(
@@ -276,6 +283,7 @@ class ReusableModel:
         plans: Iterable[Plan],
     ) -> None:
         self.sharded, self._settings, self._summaries = sharded, settings, summaries
+        self.before_race: Plan | None = None
         self._earlier_plans = [*plans]  # plans of the same units that were given, or did not fit in a dry run
         sharded.reusable = self
         module = sharded.module
@@ -289,6 +297,12 @@ class ReusableModel:
         assert before is not None
         self.sharded.use(plan, may_divide=True)
         self._earlier_plans.append(before)
+
+    def end_race(self) -> None:
+        """Goes back to the plan before a race that an error broke off, unless micro-batches have changed since."""
+        plan, now, self.before_race = self.before_race, self.sharded.plan, None
+        if plan is not None and now is not None and workload_of(plan) == workload_of(now):
+            self.use(plan)
 
     def show_summaries(self, trainer: pl.Trainer) -> None:
         """Has a Trainer's `ModelSummary` print the summary of the whole model, where there is one of its depth."""

@@ -10,27 +10,30 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch import nn
 
-from lightning_osdp import OSDPStrategy
+from lightning_osdp import OSDPStrategy, SearchSpace
 
 STEPS, SEED = 8, 5
 
 
 class Model(BoringModel):
-    """Fails, if asked to, on one rank in its third step, or of memory in that of its second epoch.
+    """Fails, if asked to, on one rank in its third step, or of memory in that of its second epoch or in a race.
 
     The others then wait in a collective.
     """
 
-    def __init__(self, fail_rank, *, of_memory):
+    def __init__(self, fail_rank, *, of_memory, races):
         super().__init__()
         self.norm = nn.BatchNorm1d(32)
-        self.fail_rank, self.of_memory = fail_rank, of_memory
+        self.fail_rank, self.of_memory, self.races = fail_rank, of_memory, races
 
     def forward(self, x):
         return self.layer(self.norm(x))
 
     def training_step(self, batch, batch_idx):
-        if self.global_rank == self.fail_rank and batch_idx == 2 and self.trainer.state.fn == "fit":
+        if self.races:
+            if self.global_rank == self.fail_rank and self.trainer.strategy.is_racing and self.trainer.global_step == 6:
+                raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB.")
+        elif self.global_rank == self.fail_rank and batch_idx == 2 and self.trainer.state.fn == "fit":
             if not self.of_memory:
                 raise ValueError("this rank has no loss")
             if self.current_epoch == 1:
@@ -54,11 +57,12 @@ def main():
     parser.add_argument("--num-trainers", type=int, default=1, help="that fit the model, one after the other")
     parser.add_argument("--of-memory", action="store_true")
     parser.add_argument("--memory-limit")
+    parser.add_argument("--race", action="store_true")
     options = parser.parse_args()
     if options.start_method == "forkserver":
         forkserver.ensure_running()  # before the seed is known
     L.seed_everything(SEED, verbose=False)
-    model = Model(options.fail_rank, of_memory=options.of_memory)
+    model = Model(options.fail_rank, of_memory=options.of_memory, races=options.race)
     start = model.layer.weight.detach().clone()
     for _ in range(options.num_trainers):
         trainer = new_trainer(options)
@@ -71,6 +75,8 @@ def main():
 def new_trainer(options):
     given = {"start_method": options.start_method, "memory_limit": options.memory_limit}
     given = {name: value for name, value in given.items() if value is not None}
+    if options.race:
+        given |= {"race": True, "search_space": SearchSpace(min_unit_bytes=0)}
     return L.Trainer(
         strategy=OSDPStrategy(**given) if given else options.strategy,
         accelerator="cpu",

@@ -165,6 +165,16 @@ def test_memory_that_runs_out_on_one_node_ends_the_others_ranks_with_where_and_w
         assert torch.load(last, weights_only=False)["global_step"] == 4
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_memory_that_runs_out_on_one_rank_in_its_turn_in_a_race_ends_all_and_names_the_turn(tmp_path):
+    code, stdout, stderr = run(SCRIPT, tmp_path, "--devices", 2, "--fail-rank", 1, "--race")
+    assert code not in (0, None)
+    assert "Rank 1 failed: OutOfMemoryError: Tried to allocate 20.00 MiB." in stderr
+    assert re.search(r"It was the turn of '(?!the plan)[\w ]+' in a race of plans: race=False trains without", stderr)
+    assert "ended at step" not in stdout
+
+
 def test_each_way_has_a_name_as_with_ddp():
     methods = {"osdp": "popen", "osdp_spawn": "spawn", "osdp_fork": "fork", "osdp_notebook": "fork"}
     assert {name: StrategyRegistry.get(name)._units.options.start_method for name in methods} == methods

@@ -1,0 +1,234 @@
+"""Plans that take turns in the first steps of a fit: all steps train the same, and the fastest plan goes on."""
+
+import itertools
+import warnings
+from unittest import mock
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_osdp import OSDPPrecision, OSDPStrategy, Plan, PlanMonitor, SearchSpace
+from lightning_osdp.callbacks.peak import WARM_UP_STEPS
+from lightning_osdp.engine import engine_of
+from lightning_osdp.scheduler import Race
+from lightning_osdp.strategy import racing
+from tests.distributed.support.fits import shared_folder, trainer, without_measuring
+from tests.distributed.support.parts import BLOCKS, MICRO_BATCHES, Net, apart
+from tests.tiers import slow
+
+pytestmark = pytest.mark.distributed
+
+STEPS = WARM_UP_STEPS + Race.of([False] * 5 + [True] * 2).most_steps + 4
+EVERY = SearchSpace(min_unit_bytes=0, sync=("every",))
+"""Plans that add gradients up in one order."""
+
+
+class Validated(Net):
+    """Draws random numbers where it is validated, too; its learning rate changes."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def val_dataloader(self):
+        return self.loader(dist.get_rank(), dist.get_world_size())
+
+
+class Recorder(L.Callback):
+    """Record of the turns that optimizer steps were in, and of what was used in them."""
+
+    def __init__(self):
+        self.turns, self.used = [], {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (batch_idx + 1) % MICRO_BATCHES == 0:
+            race = trainer.strategy._racing
+            self.turns.append("" if race is None else race.turn)
+            self.used[self.turns[-1]] = trainer.strategy.plan
+
+
+def stated(strategy, fastest):
+    """A clock by which steps take 2 s under the plan of this place in the race, and 3 s on one of the ranks else."""
+
+    class Clock:
+        def __init__(self, device):
+            self.ended, self.elements = [], 0
+
+        def start(self):
+            self.is_running = True
+
+        def stop(self, *, num_samples):
+            assert self.is_running
+            self.elements += num_samples
+
+        def end_step(self):
+            turn, names = strategy._racing.turn, [racer.name for racer in strategy._racing._racers]
+            slow_here = turn != "" and (names.index(turn) + dist.get_rank()) % 2
+            self.ended.append((2.0 if turn == names[fastest] else 3.0 if slow_here else 1.0, self.elements))
+            self.elements = 0
+
+        def finished(self, *, wait):
+            ended, self.ended = self.ended, []
+            return iter(ended)
+
+    return Clock
+
+
+def module_for(precision):
+    """A model; in low precision batch statistics are a matter of their own."""
+    if precision == "64-true":
+        return Validated().double()
+    module = Validated()
+    for name in BLOCKS:
+        module.get_submodule(name).norm = nn.LayerNorm(6)
+    return module
+
+
+def fitted(
+    race, folder, *, fastest=0, space=EVERY, steps=STEPS, module=None, precision="64-true", num_validated=1, **options
+):
+    """A fit with validation, checkpoints, accumulation and clipping; the Trainer, the module and the record."""
+    torch.manual_seed(5)
+    module, recorder = module_for(precision) if module is None else module, Recorder()
+    strategy = OSDPStrategy(race=race, batch_size="keep", search_space=space, memory_limit="1GiB")
+    saved = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
+    fit = trainer(
+        strategy,
+        plugins=[OSDPPrecision(precision)],
+        callbacks=[recorder, saved],
+        enable_checkpointing=True,
+        max_steps=steps,
+        limit_val_batches=num_validated,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=MICRO_BATCHES,
+        default_root_dir=folder,
+    )
+    with without_measuring, mock.patch.object(racing, "StepClock", stated(strategy, fastest)):
+        fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()), weights_only=False, **options)
+    return fit, module, recorder
+
+
+def weights_of(fit, module):
+    """Whole parameters: running statistics are each rank's own, of which a checkpoint has rank 0's."""
+    state = fit.strategy.whole_state_dict(on_all_ranks=True)
+    buffers = {name for name, _ in module.named_buffers()}
+    return {name: value for name, value in state.items() if name not in buffers}
+
+
+def how_it_runs(plan):
+    return [unit.treatments for unit in plan.units], [block.treatment for block in plan.blocks], engine_of(plan)
+
+
+def races(**options):
+    """Fits in which the first, the second and the last of the plans is the fastest, beside one without a race."""
+    expected, module, _ = fitted(False, shared_folder(), **options)
+    weights, found = weights_of(expected, module), []
+    for place in (0, 1, -1):
+        folder = shared_folder()
+        fit, ours, recorder = fitted(True, folder, fastest=place, **options)
+        monitor = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
+        plan, name = fit.strategy.plan, fit.strategy._racing._racers[place].name
+        found.append(
+            {
+                "apart": apart(weights_of(fit, ours), weights),
+                "losses apart": max(abs(one - other) for one, other in zip(ours.losses, module.losses, strict=True)),
+                "is winner": how_it_runs(plan) == how_it_runs(recorder.used[name]),
+                "is written": Plan.load(folder / "osdp_plan.json") == plan,
+                "is followed": monitor._plan is plan and monitor.measured.peak_bytes is not None,
+                "has left": not any(isinstance(callback, racing.Racing) for callback in fit.callbacks),
+                "note": plan.notes[-1].startswith(f"{name} won the race of ")
+                and " 2.00 s a step against 3.00 s of " in plan.notes[-1],
+                "turns": recorder.turns,
+                "number": len({repr(how_it_runs(each)) for each in recorder.used.values()}),
+            }
+        )
+    return found
+
+
+class Short(Validated):
+    """Has no memory left, on all ranks, in the second turn of a race."""
+
+    def training_step(self, batch, batch_idx):
+        race = self.trainer.strategy._racing
+        if race is not None and race.turn not in {"", "the plan"}:
+            raise torch.OutOfMemoryError("nothing is left")
+        return super().training_step(batch, batch_idx)
+
+
+def out_of_memory():
+    """Text of the error in a turn, the callbacks that are left, and how a fit without a race goes on after it."""
+    module, folder = Short().double(), shared_folder()
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        fitted(True, folder, module=module)
+    again, _, recorder = fitted(False, shared_folder(), module=module, steps=3)
+    left = [callback for callback in again.callbacks if isinstance(callback, racing.Racing)]
+    is_back = how_it_runs(again.strategy.plan) == how_it_runs(Plan.load(folder / "osdp_plan.json"))
+    return str(raised.value), left, again.global_step, {*recorder.turns}, is_back
+
+
+class Holding(Validated):
+    """Keeps the graph of a forward that no backward comes to, so that no plan can change."""
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == WARM_UP_STEPS + 1:
+            self.held = self.loss(batch)
+        return super().training_step(batch, batch_idx)
+
+
+def held():
+    """Warnings of a race in which the plan cannot change, and what is left of it."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit, _, recorder = fitted(True, shared_folder(), module=Holding().double(), steps=12)
+    texts = [str(each.message) for each in told if "the race of plans ends" in str(each.message)]
+    return fit.global_step, fit.strategy.is_racing, recorder.turns[-1], texts
+
+
+EXPECTED = dict.fromkeys(["is winner", "is written", "is followed", "has left", "note"], True)
+
+
+def check(found, *, most_apart):
+    assert {name: found[name] for name in EXPECTED} == EXPECTED
+    assert found["apart"] <= most_apart
+    assert found["losses apart"] <= most_apart
+    assert found["number"] >= 3
+    turns = found["turns"]
+    assert turns[:WARM_UP_STEPS] == [""] * WARM_UP_STEPS
+    assert turns[-1] == ""
+    lengths = [len([*steps]) for name, steps in itertools.groupby(turns[WARM_UP_STEPS:]) if name]
+    assert {*lengths} <= {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "precision"), [(2, "64-true"), slow(4, "64-true"), slow(2, "32-true"), slow(2, "bf16-mixed")]
+)
+def test_a_race_trains_as_any_one_plan_does_and_the_fastest_goes_on(ranks, world_size, precision):
+    for found in ranks(world_size).run(races, precision=precision):
+        for each in found:
+            check(each, most_apart=0.0)
+
+
+@pytest.mark.slow
+def test_where_gradients_are_reduced_at_other_times_training_is_equal_within_rounding(ranks):
+    for found in ranks(2).run(races, space=SearchSpace(min_unit_bytes=0)):
+        for each in found:
+            check(each, most_apart=1e-12)
+
+
+def test_an_error_in_a_turn_names_the_turn_and_leaves_nothing_of_the_race(ranks):
+    for text, left, steps, turns, is_back in ranks(2).run(out_of_memory):
+        assert "nothing is left\nOSDP: rank " in text
+        assert " in a race of plans: race=False trains without one." in text
+        assert (left, steps, turns, is_back) == ([], 3, {""}, True)
+
+
+def test_a_race_ends_where_the_plan_cannot_change(ranks):
+    for rank, (steps, is_racing, turn, texts) in enumerate(ranks(2).run(held)):
+        assert (steps, is_racing, turn) == (12, False, "")
+        assert len(texts) == (rank == 0)
+        assert all("has outputs of a forward that backward has not come to" in text for text in texts)

@@ -1,0 +1,150 @@
+"""Fits that have no race, and why; what is said of one."""
+
+import logging
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_osdp import OSDPStrategy
+from lightning_osdp.scheduler import Candidate
+from lightning_osdp.strategy import racing
+from lightning_osdp.strategy.racing import Racing
+from tests.plans import bare_plan
+
+
+class Net(L.LightningModule):
+    def __init__(self, *, automatic=True):
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.body = nn.Linear(6, 4)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.body(batch).square().mean()
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(folder, *, race=True, automatic=True, plan=None, **options):
+    trainer = L.Trainer(
+        strategy=OSDPStrategy(race=race, plan=plan),
+        accelerator="cpu",
+        devices=1,
+        max_steps=3,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(Net(automatic=automatic), DataLoader(torch.ones(12, 6), batch_size=4))
+    return trainer.strategy.plan
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "no other plan that the module could change to is predicted to fit and to be nearly as fast"),
+        ({"race": "auto"}, "no other plan that"),
+        ({"automatic": False}, "in manual optimization training_step says what an optimizer step is"),
+        ({"deterministic": True}, "deterministic training repeats what was trained before: plan= takes osdp_plan.json"),
+        ({"fast_dev_run": True}, "fast_dev_run has too few steps"),
+        ({"race": False}, None),
+    ],
+)
+def test_it_is_said_why_a_fit_has_no_race(tmp_path, caplog, options, reason):
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        with caplog.at_level("INFO"):
+            fit(tmp_path, **options)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    told = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "race of plans" in text]
+    assert len(told) == (reason is not None)
+    assert all(text.startswith(f"OSDP: no race of plans, for {reason}") for text in told)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_given_plan_has_no_race(tmp_path, caplog):
+    plan = fit(tmp_path, race=False)
+    with caplog.at_level("INFO"):
+        assert fit(tmp_path, plan=plan) == plan
+    assert "OSDP: no race of plans, for the plan was given and nothing profiled." in caplog.text
+
+
+class Model:
+    """A model that notes the plans that it is to use; as a sharded model has, so many bytes are free."""
+
+    def __init__(self, free_bytes=2**30):
+        self.used, self.free_bytes = [], free_bytes
+        self.sharded = self
+
+    @property
+    def plan(self):
+        return self.used[-1]
+
+    def use(self, plan):
+        self.used.append(plan)
+
+
+def racer(name, step_time_s, *, peak_bytes=0, is_plain=False):
+    return Candidate(name=name, plan=bare_plan(step_time_s=step_time_s, peak_bytes=peak_bytes), is_plain=is_plain)
+
+
+def test_plans_whose_dry_run_does_not_fit_are_left_out(monkeypatch, caplog):
+    def run_dry(_, sharded):
+        return SimpleNamespace(place="backward" if sharded.plan.peak_bytes > sharded.free_bytes else "")
+
+    monkeypatch.setattr(racing, "run_dry", run_dry)
+    racers = [racer("a", 1.0, peak_bytes=5), racer("b", 1.0, peak_bytes=9), racer("c", 1.0, peak_bytes=6)]
+    model = Model(free_bytes=7)
+    with caplog.at_level("INFO"):
+        assert [each.name for each in racing._fitting(None, model, racers)] == ["a", "c"]
+    assert model.plan is racers[0].plan
+    assert "OSDP: b is left out of the race, for its dry run ran out of memory." in caplog.text
+
+
+@pytest.mark.parametrize(("race", "num_steps", "has_one"), [("auto", 60, True), ("auto", 59, False), (True, 59, True)])
+def test_a_race_that_nobody_asked_for_lasts_a_tenth_of_a_fit_at_most(monkeypatch, race, num_steps, has_one):
+    racers = (racer("the plan", 1.0), racer("other", 1.0))
+    monkeypatch.setattr(racing, "candidates", lambda *_, **__: racers)
+    monkeypatch.setattr(racing, "are_close", lambda *_: True)
+    trainer = SimpleNamespace(estimated_stepping_batches=num_steps + 7, global_step=7)
+    units = SimpleNamespace(
+        sharded=SimpleNamespace(plan=racers[0].plan),
+        choice=SimpleNamespace(profile=SimpleNamespace(blocks=()), cluster=object()),
+        options=SimpleNamespace(race=race, engine=None),
+    )
+    found = racing._racers(trainer, units)
+    assert found == ([*racers] if has_one else "up to 6 optimizer steps are more than 10% of the 59 of this fit")
+    trainer.estimated_stepping_batches = -1
+    assert racing._racers(trainer, units) == [*racers]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        ([0.212, 0.3, 0.231], "the plan won the race of 3 plans: 212 ms a step against 231 ms of all ZDP; 200 ms"),
+        ([0.212, 0.1, 0.231], "other won the race of 3 plans: 100 ms a step against 231 ms of all ZDP; 200 ms"),
+        ([0.212, 0.3, 0.1], "all ZDP won the race of 3 plans: 100 ms a step against 212 ms of the plan; 200 ms"),
+    ],
+)
+def test_one_sentence_says_who_won(seconds, text):
+    names = ["the plan", "other", "all ZDP"]
+    racers = [racer(name, 0.2, is_plain=name == "all ZDP") for name in names]
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), global_step=0)
+    race = Racing(trainer, SimpleNamespace(model=Model()), racers)
+    while (turn := race._race.turn) is not None:
+        race._race = race._race.after([seconds[turn.racer]] * turn.num_steps)
+    won_s = min(seconds)
+    assert race._result() == f"{text} was predicted, {abs(0.2 / won_s - 1):.0%} off"
