@@ -51,7 +51,9 @@ _HEAVY: Mapping[Any, int | None] = {
 """Overloads of aten -> place of ``dropout_p`` among their arguments; results of all have storages of their own."""
 
 # A getter is made anew each time, and equal to the others.
-_HIDING: frozenset[Any] = frozenset({Tensor.data.__get__, Tensor.numpy, Tensor.__array__})  # type: ignore[attr-defined]
+_HIDING: frozenset[Any] = frozenset(
+    {Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}  # type: ignore[attr-defined]
+)
 """Functions that return another view of a tensor's memory, to which writes do not count as new versions of it."""
 
 
@@ -60,14 +62,14 @@ def is_heavy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
     Heavy are matrix products, convolutions and attention without dropout: deterministic operations, without side
     effects, whose results are no views. Tensors of subclasses with operations of their own (such as DTensors) are left
-    alone, and so are sparse ones.
+    alone, and so are sparse ones and those of inference mode, whose versions nobody counts.
 
     Args:
         func: overload of aten, as a dispatch mode gets it.
         args: its positional arguments.
         kwargs: its others.
     """
-    if func not in _HEAVY:
+    if func not in _HEAVY or torch.is_inference_mode_enabled():
         return False
     place = _HEAVY[func]
     if place is not None and kwargs.get("dropout_p", args[place] if place < len(args) else 0.0) != 0:
@@ -86,6 +88,9 @@ class _Place(NamedTuple):
     operation: int
     """Number of heavy operations of this call before."""
 
+
+_Called = tuple[_Place, int]
+"""Place, with a number for what the calls of its function until then were given."""
 
 _Chosen = Mapping[Any, Mapping[int, frozenset[int]]]
 """Function -> number of its call -> numbers of the operations of it whose results are kept."""
@@ -171,7 +176,7 @@ class _Call:
 
     def __init__(self, owner: KeptResults, is_training: bool) -> None:
         self.owner, self.is_training = owner, is_training
-        self.results: dict[_Place, _Result] = {}
+        self.results: dict[_Called, _Result] = {}
         self.running: list[_Watch] = []
         """Modes that are active: backward inside of forward makes this run again meanwhile. Only the last one counts
         operations."""
@@ -180,8 +185,8 @@ class _Call:
         """Drops results in a storage that may change unseen."""
         if self.results and not is_traceable_wrapper_subclass(tensor):
             storage = tensor.untyped_storage()._cdata
-            for place in [place for place, result in self.results.items() if storage in result.storages]:
-                del self.results[place]
+            for called in [called for called, result in self.results.items() if storage in result.storages]:
+                del self.results[called]
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +262,9 @@ class _Watch(TorchFunctionMode):
     def __init__(self, call: _Call) -> None:
         super().__init__()
         self.call = call
-        self._num_calls: dict[Any, int] = {}
+        self._calls: dict[Any, tuple[int, int]] = {}
+        """Function -> number of its calls, and `_Called` of the last one: a call that forward alone has made, as for a
+        table that the block then keeps, must not shift all that follow."""
 
     @property
     def is_innermost(self) -> bool:
@@ -286,18 +293,19 @@ class _Watch(TorchFunctionMode):
         chosen = self.chosen()
         if chosen is not None and func not in chosen:
             return func(*args, **kwargs)
-        number = self._num_calls.get(func, 0)
-        self._num_calls[func] = number + 1
+        number, before = self._calls.get(func, (0, 0))
+        now = hash((before, _operands(args)))
+        self._calls[func] = number + 1, now
         if chosen is not None and number not in chosen[func]:
             return func(*args, **kwargs)
-        with _Operations(self, func, number):
+        with _Operations(self, func, number, now):
             return func(*args, **kwargs)
 
     def chosen(self) -> _Chosen | None:
         """Calls to look into; None: all of them."""
         return self.call.owner.chosen(self.call.is_training)
 
-    def run(self, place: _Place, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, called: _Called, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a heavy operation, or does without."""
         raise NotImplementedError
 
@@ -307,9 +315,9 @@ class _Operations(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, watch: _Watch, function: Any, number: int) -> None:
+    def __init__(self, watch: _Watch, function: Any, number: int, given: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watch, self._function, self._number, self._index = watch, function, number, 0
+        self._watch, self._function, self._number, self._given, self._index = watch, function, number, given, 0
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -318,7 +326,7 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         place = _Place(self._function, self._number, self._index)
         self._index += 1
-        return self._watch.run(place, func, args, kwargs)
+        return self._watch.run((place, self._given), func, args, kwargs)
 
 
 class _Keeping(_Watch):
@@ -341,10 +349,10 @@ class _Keeping(_Watch):
         return self._chosen
 
     @override
-    def run(self, place: _Place, func: Any, args: Any, kwargs: Any) -> Any:
-        returned = func(*args, **kwargs)
+    def run(self, called: _Called, func: Any, args: Any, kwargs: Any) -> Any:
+        returned, (place, _) = func(*args, **kwargs), called
         if self._is_chosen(place) and self.call.owner.is_kept(place):
-            result = self.call.results[place] = _Result.of(func, args, returned)
+            result = self.call.results[called] = _Result.of(func, args, returned)
             on_keep = self.call.owner.on_keep
             for value in result.values:
                 if on_keep is not None and isinstance(value, Tensor):
@@ -366,18 +374,18 @@ class _HandingBack(_Watch):
     """Mode of a forward that runs again with the results that are there."""
 
     @override
-    def run(self, place: _Place, func: Any, args: Any, kwargs: Any) -> Any:
-        results, owner = self.call.results, self.call.owner
-        result = results.get(place)
+    def run(self, called: _Called, func: Any, args: Any, kwargs: Any) -> Any:
+        results, owner, (place, _) = self.call.results, self.call.owner, called
+        result = results.get(called)
         if result is None or owner.is_refused or not result.stands_for(func, args):
             return func(*args, **kwargs)
         if not result.is_as_returned:
             owner.note_changed(place)
-            del results[place]
+            del results[called]
             return func(*args, **kwargs)
         found = owner.compare(place, _first(result.values), lambda: func(*args, **kwargs))
         if found is not None:
-            del results[place]
+            del results[called]
             return found
         return result.handed_back()
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import _get_current_function_mode_stack
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.recomputation import KeptResults, _Result, is_heavy
@@ -384,6 +384,11 @@ def through_numpy(h, x):
     return h
 
 
+def through_dlpack(h, x):
+    torch.from_dlpack(h.detach()).add_(1.0)
+    return h
+
+
 def through_a_view(h, x):
     h[..., :4].add_(1.0)
     return h
@@ -395,6 +400,7 @@ SEEN = {
     "view": through_a_view,
     "data": through_data,
     "numpy": through_numpy,
+    "dlpack": through_dlpack,
 }
 
 
@@ -409,6 +415,57 @@ def test_writes_to_other_tensors_leave_kept_results(x):
     block = Writing(lambda h, x: torch.sin(h).add_(x))
     level = assert_as_kept(block, x)
     assert held_bytes(level, x.clone().requires_grad_())[0] == 2 * 2 * 8 * 16 * 4
+
+
+class Table(nn.Module):
+    """Attention without projections, which makes a table by one more product, and keeps it, where it has none yet.
+
+    Where its forward runs again, the table is there. Sequences are as long as features are many, so that its two
+    products take operands of the same shapes.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.table = nn.Parameter(torch.rand(8)), None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.matmul(torch.ones(2, 8, 2), torch.ones(2, 2, 8))
+        x = torch.sin(x * self.gain)
+        return torch.sin(torch.matmul(torch.matmul(x, x.mT).softmax(-1) + self.table, x))
+
+
+def test_a_product_that_forward_alone_makes_does_not_shift_the_others(x):
+    block, x = Table(), x[..., :8]
+    level = Kept(block, [0, 1])
+    block(x)
+    for number in range(4):
+        found = []
+        for run in (block, level):
+            block.table = None if number > 1 else block.table  # after the first step, in which results are compared
+            found.append(step(run, block, x)[0])
+        assert_equal(*found)
+    assert level.differences == 0
+
+
+def test_results_of_inference_mode_run_again(x):
+    class Judged(Attention):
+        def forward(self, x):
+            with torch.inference_mode():
+                judged = self.out(self.out(x).sin()).sigmoid()
+            return torch.sin(self.down(torch.sin(self.up(torch.sin(x)))) * judged.clone())
+
+    block = Judged()
+    level = assert_as_kept(block, x, [0, 1])
+    assert held_bytes(level, x.clone().requires_grad_())[0] == sum(n for _, n in heavy_of(block, x)[:2]) > 0
+
+
+def test_products_under_vmap(x):
+    class Mapped(Attention):
+        def forward(self, x):
+            return torch.sin(torch.vmap(lambda each: torch.sin(self.down(torch.sin(self.up(each)))))(x))
+
+    assert_as_kept(Mapped(), x)
 
 
 def unseen(h, x):
@@ -517,6 +574,16 @@ def test_several_forwards_before_their_backwards(x):
 @pytest.mark.parametrize("kernel", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], ids=str)
 def test_kernels_of_attention(x, kernel):
     assert_as_kept(Attention(), x, around=lambda: sdpa_kernel(kernel))
+
+
+def test_another_kernel_in_backward_than_in_forward_is_refused_as_by_torch(x):
+    block = Attention()
+    level = Kept(block, range(5))
+    for run in (lambda x: checkpoint(block, x, use_reentrant=False), level, level):
+        with sdpa_kernel(SDPBackend.MATH):
+            y = run(x.clone().requires_grad_())
+        with pytest.raises(CheckpointError, match="different"):
+            y.sum().backward()
 
 
 class Masked(nn.Module):

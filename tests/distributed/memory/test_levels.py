@@ -23,6 +23,7 @@ from tests.distributed.support.models import GPT
 from tests.distributed.support.parts import CPU
 from tests.profiler.wrapped import whole
 from tests.tiers import slow
+from tests.wrapped_units import block_forwards
 
 pytestmark = pytest.mark.distributed
 
@@ -31,7 +32,7 @@ PLANS = [
     for units, modes, number, sync in (
         ("root only", "ZDP", 1, "every"),
         ("block", "ZDP", 2, "last"),
-        ("both", "mixed", 2, "every"),
+        ("both", "mixed", 4, "every"),
         ("operators", "slices", 2, "last"),
     )
 ]
@@ -64,7 +65,7 @@ class Experts(nn.Module):
         for number, expert in enumerate(self.experts):
             (places,) = torch.where(chosen == number)
             if len(places):
-                out = out.index_add(0, places, expert(x[places]) * weight[places, None])
+                out = out.index_add(0, places, (expert(x[places]) * weight[places, None]).to(x.dtype))
         return x + out
 
 
@@ -80,7 +81,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def experts(kept, precision=None):
+def experts(kept, *, is_mixed):
     """Gradients of three steps of two such blocks in each unit, and products in backward of the last one."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), Experts(), Experts(), nn.Linear(8, 1))
@@ -91,7 +92,8 @@ def experts(kept, precision=None):
     found = []
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        loss = module(torch.randn(3 + step, 8, generator=generator)).square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+            loss = module(torch.randn(3 + step, 8, generator=generator)).float().square().sum()
         with Counted() as counted:
             loss.backward()
         found.append({name: gradient.clone() for name, gradient in whole(module)[1].items()})
@@ -99,12 +101,12 @@ def experts(kept, precision=None):
     return found, counted.products
 
 
-def experts_at_levels():
+def experts_at_levels(is_mixed):
     """Largest difference from keeping, and products of the last backward, by level."""
-    kept, _ = experts(())
+    kept, _ = experts((), is_mixed=is_mixed)
     found = {}
     for positions in ((0,), (0, 1, 2), tuple(range(9))):
-        ours, products = experts(positions)
+        ours, products = experts(positions, is_mixed=is_mixed)
         found[positions] = max(map(largest_difference, ours, kept)), products
     return found
 
@@ -129,6 +131,61 @@ def all_gathers(saves, kept=()):
 
 def events_of_levels():
     return all_gathers("recompute"), all_gathers("selective_1", (0, 1)), all_gathers("selective_2", (0, 1, 2, 3, 4))
+
+
+class Autocast(GPT):
+    """Blocks are called under autocast that the step has entered, and their backward runs outside of it."""
+
+    def loss(self, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().loss(batch)
+
+
+class Compiled(GPT):
+    """The first block is compiled, and a part of the second."""
+
+    def __init__(self, optimizer="sgd"):
+        super().__init__(optimizer)
+        self.blocks[0].compile(backend="aot_eager")
+        self.blocks[1].fc = torch.compile(self.blocks[1].fc, backend="aot_eager")
+
+
+class Repeated(GPT):
+    """Two backwards go through the same graph in each step, whose gradients add up."""
+
+    def __init__(self, optimizer="sgd"):
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.found.append(loss.detach().clone())
+
+
+USERS = {"autocast": Autocast, "compiled": Compiled, "repeated": Repeated}
+
+
+def of_users(name):
+    """Difference of weights and losses from where blocks keep what they save, and whether results were kept to the end.
+
+    All units are DP or ZDP in turn. Nothing is tried before training.
+    """
+    torch._dynamo.reset()
+    make = USERS[name]
+    plan = plan_for((make if name == "compiled" else GPT)("sgd"), "mixed", world_size=dist.get_world_size())
+    blocks = tuple(
+        Block(name=f"blocks.{number}", treatment=Treatment(saves="selective_1"), kept=kept)
+        for number, kept in enumerate([(0, 1, 3), (0, 3)])
+    )
+    kept, losses, _ = activations.fitted(OSDPStrategy(plan=plan), kind=make)
+    strategy = OSDPStrategy(plan=dataclasses.replace(plan, blocks=blocks), dry_run=False)
+    state, ours, fit = activations.fitted(strategy, kind=make)
+    forwards = block_forwards(fit.lightning_module)
+    return activations.largest_of(state, ours, kept, losses), [forward.kept is not None for forward in forwards]
 
 
 class HidingGPT(GPT):
@@ -193,12 +250,20 @@ def test_blocks_at_levels_train_bit_for_bit_as_blocks_that_keep_everything(ranks
         assert set(found.values()) == {0.0}, found
 
 
-def test_experts_at_levels(ranks):
-    for found in ranks(2).run(experts_at_levels):
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["float32", "autocast"])
+def test_experts_at_levels(ranks, is_mixed):
+    for found in ranks(2).run(experts_at_levels, is_mixed=is_mixed):
         assert {difference for difference, _ in found.values()} == {0.0}
         products = [number for _, number in found.values()]
         assert products == sorted(products, reverse=True)
         assert products[0] > products[-1] == 0
+
+
+@pytest.mark.parametrize("name", ["autocast", "compiled", slow("repeated")])
+def test_blocks_of_users_at_levels(ranks, name):
+    for difference, are_kept in ranks(2).run(of_users, name=name):
+        assert difference == 0
+        assert are_kept == [True, True]
 
 
 def test_levels_gather_as_blocks_that_recompute_everything(ranks):

@@ -180,13 +180,18 @@ def unit_of(modes, sync="every", **fields):
     return Unit(kind="", treatments=named(*modes, reduce=sync), **fields)
 
 
+def blocks_of(described):
+    """Blocks of a plan by their names, what they do, and the results that they keep."""
+    return tuple(Block(name=name, treatment=Treatment(saves=saves), kept=kept) for name, saves, kept in described)
+
+
 def plan_of(case, world_size):
     """Makes a plan from plain data."""
     return bare_plan(
         (unit_of(**unit) for unit in case["units"]),
         world_size=world_size,
         node_size=case.get("node_size"),
-        blocks=tuple(Block(name=name, treatment=Treatment(saves=activations)) for name, activations in case["blocks"]),
+        blocks=blocks_of(case["blocks"]),
         **case["options"],
     )
 
@@ -328,8 +333,8 @@ class Sharded:
             elif reduces == "node":
                 reduces = "last"
             units.append(unit.in_modes(*tuple(chosen), sync=reduces))
-        blocks = tuple(Block(name=name, treatment=Treatment(saves=activations)) for name, activations in blocks)
-        change_plan(self.module, dataclasses.replace(self.model.plan, units=tuple(units), blocks=blocks, **options))
+        plan = dataclasses.replace(self.model.plan, units=tuple(units), blocks=blocks_of(blocks), **options)
+        change_plan(self.module, plan)
 
     def alone(self):
         with self.model.alone(), self.model.kept_shards():

@@ -30,6 +30,9 @@ MODES = {"ZDP": ["ZDP"], "DP": ["DP"], "mixed": ["DP", "ZDP"]}
 SLICES = {"up": ("ZDP", "DP", "ZDP"), "down": ("DP", "ZDP")}
 """Modes of slices of operators that are units, under the modes "slices"; other units have mixed ones."""
 
+KEPT = {"selective_1": (0,), "selective_2": (0, 1)}
+"""Results that blocks keep at a level."""
+
 
 class Part(nn.Module):
     """Dropout inside, buffers, a keyword argument and two outputs; nothing is saved after its last operator."""

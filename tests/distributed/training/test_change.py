@@ -27,6 +27,7 @@ from tests.distributed.support.fits import failure, shared_folder, stated_cluste
 from tests.distributed.support.parts import (
     BLOCKS,
     CPU,
+    KEPT,
     MICRO_BATCHES,
     STEPS,
     UNITS,
@@ -64,8 +65,12 @@ def _with_sync(plan, draw):
     return dataclasses.replace(plan, units=tuple(units))
 
 
-def _with_blocks(plan, draw, choices=ACTIVATION_CHOICES[1:]):
-    blocks = [Block(name=name, treatment=Treatment(saves=draw.choice(choices))) for name in draw.choice(NESTED)]
+def _with_blocks(plan, draw, choices=(*ACTIVATION_CHOICES[1:], *KEPT)):
+    chosen = {name: draw.choice(choices) for name in draw.choice(NESTED)}
+    blocks = (
+        Block(name=name, treatment=Treatment(saves=choice), kept=KEPT.get(choice, ()))
+        for name, choice in chosen.items()
+    )
     return dataclasses.replace(plan, blocks=tuple(blocks))
 
 

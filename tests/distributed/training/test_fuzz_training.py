@@ -124,11 +124,13 @@ def called_in(module):
 
 @st.composite
 def blocks(draw, called):
-    """Draws what blocks do, none of which is inside another."""
+    """Draws what blocks do, none of which is inside another, and the results that those at a level keep."""
     found = []
     for name in called:
-        if not any(name.startswith(f"{block}.") for block, _ in found) and draw(SELDOM):
-            found.append((name, draw(st.sampled_from(["recompute", "recompute_offload", "offload"]))))
+        if not any(name.startswith(f"{block}.") for block, *_ in found) and draw(SELDOM):
+            saves = draw(st.sampled_from(["recompute", "recompute_offload", "offload", "selective_1", "selective_1"]))
+            kept = draw(st.sets(st.integers(0, 5), min_size=1)) if saves == "selective_1" else ()
+            found.append((name, saves, tuple(sorted(kept))))
     return found
 
 
@@ -311,7 +313,7 @@ def test_a_split_operator_that_recomputes_returns_what_may_be_changed_in_place(r
             {"name": "", "operators": ("layers.0", "head"), "modes": ("DP",)},
             {"name": name, "operators": (name,), "modes": ("DP", "DP")},
         ],
-        "blocks": [(name, "recompute_offload")],
+        "blocks": [(name, "recompute_offload", ())],
         "options": {},
         "optimizer": "sgd",
         "clip": 0.0,

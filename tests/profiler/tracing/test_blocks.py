@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.core.affine import Affine
@@ -269,6 +270,29 @@ def test_a_model_that_cannot_be_run_again_keeps_what_it_saves(monkeypatch, caplo
     model.config = SimpleNamespace(use_cache=True)
     (note,) = profiled(model, ("keep", "recompute")).notes
     assert note.endswith("set model.config.use_cache = False)")
+
+
+class Heads(Attention):
+    def forward(self, x, *, scale=1.0):
+        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
+        return x + scale * self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)), None
+
+
+def test_blocks_whose_kernels_only_forward_chooses_keep_what_they_save():
+    class Chosen(Model):
+        def __init__(self):
+            super().__init__()
+            self.attentions = nn.ModuleList(Heads() for _ in self.attentions)
+
+        def training_step(self, batch, batch_idx):
+            with sdpa_kernel(SDPBackend.MATH):
+                return super().training_step(batch, batch_idx)
+
+    found = profiled(Chosen(), ("keep", "recompute", "selective"))
+    assert found.blocks == ()
+    (note,) = found.notes
+    assert note.startswith("blocks are not planned to recompute, for the step fails then: ")
+    assert "different" in note
 
 
 @pytest.mark.slow
