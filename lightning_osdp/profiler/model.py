@@ -28,6 +28,7 @@ from lightning_osdp.profiler.profile_parts import (
     levels_of_blocks,
     profile_blocks,
     profile_crossings,
+    profile_exchanges,
     profile_operators,
     profile_reruns,
     profile_segments,
@@ -139,8 +140,9 @@ def profile_model(
         )
     crossings = profile_crossings(trace)
     may_be_units = {name for operator in operators for name in (operator.name, *operator.enclosing) if name}
+    profiled = profile_operators(module, operators, trace, optimized, precision)
     return ModelProfile(
-        operators=profile_operators(module, operators, trace, optimized, precision),
+        operators=profiled,
         segments=segments,
         spans={
             # a block's own segments are those of its operators
@@ -151,6 +153,7 @@ def profile_model(
         blocks=profile_blocks(trace, segments, crossings, values_of(activations), again=again, levels=levels),
         crossings=crossings,
         rerun=profile_reruns(trace, may_be_units),
+        exchanges=profile_exchanges(module, profiled, trace),
         fingerprint=fingerprint(module),
         profiled_batch_size=batch_size,
         optimizer=optimizer,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.axes import LEVELS, SELECTIVE
+from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import (
     BlockProfile,
     Crossing,
@@ -112,6 +113,61 @@ def _cut(operator: Operator, num_features: int | None, flows: Mapping[str, Flow]
         input_gradient_bytes=Affine.proportional(batch_size, flow.input_gradient_bytes),
         output_bytes=Affine.proportional(batch_size, flow.output_bytes),
     )
+
+
+def profile_exchanges(module: nn.Module, operators: Iterable[OperatorProfile], trace: Trace) -> tuple[Exchange, ...]:
+    """Operators, and pairs of them, whose activations can move in place of their weights.
+
+    Each can be a unit, is trained as a whole, is called once, and has no hooks. Of the two ways of an operator with
+    features on both sides there is the one that sends fewer bytes.
+    """
+    features = splittable(module)
+    may = {
+        operator.name
+        for operator in operators
+        if operator.name in features
+        and operator.enclosing[0] == operator.name
+        and operator.trainable_bytes == operator.parameter_bytes > 0
+        and not operator.stands_alone
+        and not _is_changed(module, operator.name)
+    }
+    sequence, found = trace.calls.sequence, list[Exchange]()
+    for index, name in enumerate(sequence):
+        at = {size: parts[index] for size, parts in trace.activations.items()}
+        if name not in may or any(part.handed is None for part in at.values()):
+            continue
+        handed = {size: part.handed for size, part in at.items() if part.handed is not None}
+        first = handed[next(iter(handed))]
+        given = {
+            f"{field}_bytes": _affine({size: getattr(each, f"{field}_bytes") for size, each in handed.items()})
+            for field in ("input", "input_gradient")
+        }
+        saved = _affine({size: part.own_saved_bytes for size, part in at.items()})
+        made = _affine({size: each.output_bytes for size, each in handed.items()})
+        is_embedding = isinstance(module.get_submodule(name), nn.Embedding)
+        kind = "embedding" if is_embedding else "column" if first.input_bytes <= first.output_bytes else "row"
+        found.append(Exchange(kind, (name,), **given, output_bytes=made, saved_bytes=saved))
+        behind = None if first.feeds is None else index + first.feeds
+        if is_embedding or behind is None or sequence[behind] not in may:
+            continue
+        of_second = {size: parts[behind].handed for size, parts in trace.activations.items()}
+        if len({each.feeds for each in handed.values()}) == 1 and None not in of_second.values():
+            made = _affine({size: each.output_bytes for size, each in of_second.items() if each is not None})
+            operators_of_pair = (name, sequence[behind])
+            found.append(Exchange("pair", operators_of_pair, **given, output_bytes=made, saved_bytes=saved))
+    return tuple(found)
+
+
+def _is_changed(root: nn.Module, name: str) -> bool:
+    """Tells, of an operator that can be cut, if `stationary.refusal` has a reason beside those for which it could not.
+
+    Asking that for each would go through the whole model each time.
+    """
+    module, parent = root.get_submodule(name), root.get_submodule(name.rpartition(".")[0])
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    makes_other_gradients = getattr(module, "sparse", False) or getattr(module, "scale_grad_by_freq", False)
+    has_adapter = getattr(parent, "base_layer", None) is module
+    return makes_other_gradients or has_adapter or any(vars(module)[each] for each in hooks)
 
 
 def bytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:

@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_osdp.core.axes import KEEP
 from lightning_osdp.core.profile import Span
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.step.run_step import loss_in
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Calls, Position, followed
+from lightning_osdp.profiler.tracing.feeds import Feeds, Handed, recorded_feeds
 from lightning_osdp.profiler.tracing.operators import find_operators
 from lightning_osdp.profiler.tracing.reruns import RerunPlace, recorded_reruns
 from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
@@ -63,6 +65,10 @@ class Activations:
     """True where backward reads parameters of the segment's operator, or inputs of the operator need gradients."""
     rerun: RerunPlace | None = None
     """Place in the part of forward that runs again in backward; None where the segment does not."""
+    handed: Handed | None = None
+    """Bytes that the segment's operator is given and gives; None where that is not known, or blocks do not keep all."""
+    own_saved_bytes: int = 0
+    """Bytes that the operator saves while it runs, and no other segment, weights and what is made of them apart."""
 
 
 @dataclass
@@ -98,6 +104,9 @@ class _Follower:
         operators = find_operators(module, calls)
         by_name = {operator.name: operator.gradients for operator in operators}
         self.reads = _Reads()
+        self.feeds = Feeds(self.position)
+        self.own: dict[int, list[_Storage]] = {}
+        """Storages that the operator of a segment saves while it runs."""
         owners = {child: name for name, child in module.named_modules()}
         segments: dict[str, list[int]] = {}
         for index, name in enumerate(calls.sequence):
@@ -120,6 +129,8 @@ class _Follower:
         if tensor.device.type == self.live.device_type and key is not None and key not in self.excluded:
             storage = self._storage(tensor)
             storage.savers[now] = None
+            if self.feeds.running == now and not self.reads.is_of_parameters(tensor):
+                self.own.setdefault(now, []).append(storage)
             if storage.saved_in is None:
                 storage.saved_in = now
                 self._book(now, storage.num_bytes)
@@ -169,6 +180,13 @@ class _Follower:
                 saved.setdefault(saver, []).append((place, num_bytes))
         for segment, crossings in saved.items():
             self.parts[segment].crossings = tuple(crossings)
+
+    def note_operators(self, returned: Any) -> None:
+        """Notes what operators were given and gave, and what they alone have saved, when forward is over."""
+        self.feeds.end(returned)
+        for segment, handed in self.feeds.by_segment().items():
+            own = {id(each): each.num_bytes for each in self.own.get(segment, ()) if [*each.savers] == [segment]}
+            self.parts[segment].handed, self.parts[segment].own_saved_bytes = handed, sum(own.values())
 
     def _book(self, part: int, num_bytes: int) -> None:
         self.parts[part].saved_bytes += num_bytes
@@ -238,6 +256,10 @@ class _Reads(TorchDispatchMode):
             weakref.finalize(parameter.untyped_storage(), self._of.pop, key, None).atexit = False
         self._of.setdefault(key, set()).update(segments)
 
+    def is_of_parameters(self, tensor: Tensor) -> bool:
+        """True for a parameter, and for what is made of parameters alone."""
+        return storage_key(tensor) in self._of
+
     def read(self, tensor: Tensor) -> None:
         """Takes a tensor for one that backward reads."""
         self.segments |= self._of.get(storage_key(tensor), set())
@@ -291,12 +313,18 @@ def trace_activations(
                 cleanup.callback(parameter.register_post_accumulate_grad_hook(follower.drop).remove)
         reruns = cleanup.enter_context(recorded_reruns(module, position))
         cleanup.enter_context(saving_less(module, blocks, choice, follower, kept))
-        with saved_tensors_hooks(follower.keep, lambda packed: packed), follower.reads:
+        with ExitStack() as forward:
+            if choice == KEEP:
+                forward.enter_context(recorded_feeds(module, follower.feeds))
+            forward.enter_context(saved_tensors_hooks(follower.keep, lambda packed: packed))
+            forward.enter_context(follower.reads)
             returned = run()
         position.enter(position.num_segments - 1)
         for tensor in tensors_in(returned):
             follower.keep(tensor)
         follower.note_crossings()
+        if choice == KEEP:
+            follower.note_operators(returned)
         position.start_backward()
         follower.reads.is_in_backward = True
         with follower.reads:

@@ -1,0 +1,147 @@
+"""Record of what operators are given and give in one forward, and which of them feed each other element by element.
+
+Between an operator that makes features and one that takes them, ranks may hold parts of these features for the rows of
+all ranks, if whatever happens between treats each element by itself, and nobody else looks at it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
+from lightning_osdp.profiler.tracing.calls import Position
+from lightning_osdp.splitting.splitters import SPLITTERS
+
+_ALSO_ELEMENTWISE = frozenset(
+    {
+        "_to_copy", "alias", "bernoulli", "bernoulli_", "clone", "copy_", "detach", "detach_", "empty_like", "fill_",
+        "full_like", "native_dropout", "normal_", "ones_like", "rand_like", "randn_like", "uniform_", "zeros_like",
+    }
+)  # fmt: skip
+"""Operations that torch does not mark as pointwise. Views are none of them: ranks would have other shapes."""
+
+
+class Handed(NamedTuple):
+    """Bytes that the operator of a segment is given and gives, in the dtype in which it computes."""
+
+    input_bytes: int
+    input_gradient_bytes: int
+    """0 where the input needs no gradient."""
+    output_bytes: int
+    feeds: int | None = None
+    """Number of segments to that of the one operator that takes the output, as it is or changed element by element;
+    None where anything else takes it."""
+
+
+class Feeds(TorchDispatchMode):
+    """Follows outputs of operators through a forward; the position has to be `followed` already."""
+
+    def __init__(self, position: Position) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.position = position
+        self._handed: dict[int, Handed] = {}
+        self._of: dict[int | None, frozenset[int]] = {}
+        """Key of a storage -> segments whose outputs, treated element by element, it has."""
+        self._takers: dict[int, set[int | None]] = {}
+        """Segment -> segments of operators that take its output; None for anything else that looks at it."""
+        self._input: Tensor | None = None
+        self.running: int | None = None
+        """Segment of the operator that runs."""
+
+    def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook before an operator."""
+        if self.position.in_backward:
+            return
+        self.running, given = self.position.now, [*tensors_in((args, kwargs))]
+        (tensor,) = given if len(given) == 1 else (None,)
+        may_exchange = tensor is not None and torch.is_grad_enabled()
+        if tensor is not None and tensor.is_floating_point():
+            may_exchange = may_exchange and tensor.dim() > 1
+        self._input = tensor if may_exchange else None
+        for each in given:
+            sources = self._of.get(storage_key(each), frozenset())
+            is_alone = may_exchange and len(sources) == 1
+            self._take(sources, self.running if is_alone else None)
+
+    def leave(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Hook behind an operator."""
+        segment, given, self.running, self._input = self.running, self._input, None, None
+        if segment is None or given is None or not isinstance(output, Tensor) or not output.is_floating_point():
+            return
+        itemsize = output.element_size() if given.is_floating_point() else given.element_size()
+        num_bytes = given.numel() * itemsize
+        self._handed[segment] = Handed(num_bytes, num_bytes if given.requires_grad else 0, output.nbytes)
+        self._takers[segment] = set()
+        self._note(output, frozenset([segment]))
+
+    def end(self, returned: Any) -> None:
+        """Ends forward, which has returned this."""
+        for tensor in tensors_in(returned):
+            self._take(self._of.get(storage_key(tensor), frozenset()), None)
+
+    def by_segment(self) -> Mapping[int, Handed]:
+        """Operators' inputs and outputs; without those of which nothing is known, or which have several inputs."""
+        found = {}
+        for segment, handed in self._handed.items():
+            takers = self._takers[segment]
+            taker = next(iter(takers)) if len(takers) == 1 else None
+            found[segment] = handed if taker is None else handed._replace(feeds=taker - segment)
+        return found
+
+    @override
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.running is not None or function.namespace == "prim":
+            return function(*args, **(kwargs or {}))
+        given = [*tensors_in((args, kwargs))]
+        known = [tensor for tensor in given if storage_key(tensor) in self._of]
+        sources = frozenset[int]().union(*(self._of[storage_key(tensor)] for tensor in known))
+        returned = function(*args, **(kwargs or {}))
+        if sources:
+            made = [*tensors_in(returned)]
+            is_alone = all(storage_key(tensor) in self._of for tensor in given if tensor.numel() > 1)
+            is_elementwise = torch.Tag.pointwise in function.tags or function._opname in _ALSO_ELEMENTWISE
+            keeps_shape = len({tensor.shape for tensor in (*known, *made)}) == 1
+            if len(sources) == 1 and is_alone and is_elementwise and keeps_shape:
+                for tensor in made:
+                    self._note(tensor, sources)
+            else:
+                self._take(sources, None)
+        return returned
+
+    def _take(self, sources: frozenset[int], taker: int | None) -> None:
+        for source in sources:
+            self._takers[source].add(taker)
+
+    def _note(self, tensor: Tensor, sources: frozenset[int]) -> None:
+        key = storage_key(tensor)
+        if key is None:
+            self._take(sources, None)
+            return
+        if key not in self._of:
+            weakref.finalize(tensor.untyped_storage(), self._of.pop, key, None).atexit = False
+        self._of[key] = sources
+
+
+@contextmanager
+def recorded_feeds(module: nn.Module, feeds: Feeds) -> Iterator[None]:
+    """Records what operators are given and give, of those that are of a class that can be cut, and called once.
+
+    Whether they are changed in another way is not asked.
+    """
+    calls = feeds.position.calls
+    with ExitStack() as cleanup:
+        for name, child in module.named_modules():
+            kind = f"{type(child).__module__}.{type(child).__qualname__}"
+            if kind in SPLITTERS and len(calls.spans.get(name, ())) == 1:
+                cleanup.callback(child.register_forward_pre_hook(feeds.enter, with_kwargs=True).remove)
+                cleanup.callback(child.register_forward_hook(feeds.leave).remove)
+        cleanup.enter_context(feeds)
+        yield

@@ -1,0 +1,289 @@
+"""Operators and pairs whose activations can move, found in one forward, and what they are given and give."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_osdp.core.affine import Affine
+from lightning_osdp.profiler import profile_model
+from lightning_osdp.stationary import refusal
+from tests.profiler.traced import Net
+
+WIDTH, HIDDEN, OUTPUTS = 8, 32, 4
+
+
+def layers(**others):
+    return {"a": nn.Linear(WIDTH, HIDDEN), "b": nn.Linear(HIDDEN, OUTPUTS)} | others
+
+
+def profiled(step, modules=None, batch=None):
+    torch.manual_seed(0)
+    batch = torch.randn(2, WIDTH) if batch is None else batch
+    return profile_model(Net(step, **(modules or layers())), batch, activations=("keep",))
+
+
+def exchanges(step, modules=None, batch=None):
+    return {each.operators: each.kind for each in profiled(step, modules, batch).exchanges}
+
+
+ALONE = {("a",): "column", ("b",): "row"}
+PAIR = ALONE | {("a", "b"): "pair"}
+
+ELEMENTWISE = {
+    "nothing": lambda x: x,
+    "relu": F.relu,
+    "in place": F.relu_,
+    "gelu": F.gelu,
+    "by hand": lambda x: x * 0.5 * (1 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3)))),
+    "silu times itself": lambda x: F.silu(x) * x,
+    "dropout": lambda x: F.dropout(F.relu(x), 0.5, training=True),
+    "noise": lambda x: x + torch.randn_like(x),
+    "cast": lambda x: x.double().tanh().float(),
+    "out of the graph": lambda x: x + x.detach(),
+}
+
+
+@pytest.mark.parametrize("between", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_an_operator_feeds_another_through_elementwise_operations(between):
+    assert exchanges(lambda m, x: m.b(between(m.a(x))).sum()) == PAIR
+
+
+OTHERS = {
+    "norm": lambda x: F.layer_norm(x, [HIDDEN]),
+    "softmax": lambda x: x.softmax(-1),
+    "of features": lambda x: x - x.mean(-1, keepdim=True),
+    "weights": lambda x: x * torch.arange(HIDDEN, dtype=torch.float32),
+    "view": lambda x: F.relu(x.view(1, -1, HIDDEN)).view(-1, HIDDEN),
+    "transposed": lambda x: x.t().tanh().t(),
+    "halves": lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
+    "of channels": lambda x: F.dropout2d(x[..., None, None], 0.5, training=True)[..., 0, 0],
+    "cumulative": lambda x: x.cumsum(-1),
+    "no gradient": lambda x: x.detach() + F.layer_norm(x.detach(), [HIDDEN]),
+}
+
+
+@pytest.mark.parametrize("between", OTHERS.values(), ids=OTHERS)
+def test_what_mixes_features_or_knows_their_places_is_no_pair(between):
+    assert exchanges(lambda m, x: m.b(between(m.a(x))).sum()) == ALONE
+
+
+def twice(m, x):
+    h = F.relu(m.a(x))
+    return m.b(h).sum() + h.sum()
+
+
+def looked_at(m, x):
+    h = m.a(x)
+    with torch.no_grad():
+        float_of = h.abs().max()
+    return m.b(F.relu(h)).sum() + 0 * float_of
+
+
+def returned(m, x):
+    h = F.relu(m.a(x))
+    return {"loss": m.b(h).sum(), "features": h}
+
+
+def residual(m, x):
+    h = m.a(x)
+    return m.b(h + m.c(x)).sum()
+
+
+@pytest.mark.parametrize("step", [twice, looked_at, returned])
+def test_features_that_anybody_else_looks_at_make_no_pair(step):
+    assert exchanges(step) == ALONE
+
+
+def test_features_of_two_operators_make_no_pair():
+    modules = layers(c=nn.Linear(WIDTH, HIDDEN))
+    assert exchanges(residual, modules) == ALONE | {("c",): "column"}
+    gated = exchanges(lambda m, x: m.b(F.silu(m.a(x)) * m.c(x)).sum(), modules)
+    assert gated == ALONE | {("c",): "column"}
+
+
+def test_batch_statistics_between_two_operators_make_no_pair():
+    modules = layers(norm=nn.BatchNorm1d(HIDDEN))
+    assert exchanges(lambda m, x: m.b(m.norm(m.a(x))).sum(), modules) == ALONE
+
+
+def test_two_that_take_the_same_features_make_no_pair():
+    modules = layers(c=nn.Linear(HIDDEN, OUTPUTS))
+
+    def step(m, x):
+        h = F.relu(m.a(x))
+        return m.b(h).sum() + m.c(h).sum()
+
+    assert exchanges(step, modules) == ALONE | {("c",): "row"}
+
+
+def test_each_of_a_chain_feeds_the_next():
+    modules = layers(c=nn.Linear(OUTPUTS, OUTPUTS))
+    found = exchanges(lambda m, x: m.c(F.relu(m.b(F.relu(m.a(x))))).sum(), modules)
+    assert found == PAIR | {("c",): "column", ("b", "c"): "pair"}
+
+
+def test_an_embedding_is_cut_by_columns_and_feeds_nothing():
+    modules = layers(e=nn.Embedding(10, WIDTH))
+    found = profiled(lambda m, x: m.b(F.relu(m.a(m.e(x)))).sum(), modules, torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    by_operators = {each.operators: each for each in found.exchanges}
+    assert {operators: each.kind for operators, each in by_operators.items()} == PAIR | {("e",): "embedding"}
+    indices, rows = Affine(0.0, 8.0 * 3), 4 * 3
+    embedding, pair = by_operators["e",], by_operators["a", "b"]
+    # the batch lives whatever the embedding saves
+    assert (embedding.input_bytes, embedding.input_gradient_bytes, embedding.saved_bytes) == (
+        indices,
+        Affine(),
+        Affine(),
+    )
+    assert embedding.output_bytes == pair.input_bytes == pair.input_gradient_bytes == Affine(0.0, rows * WIDTH)
+    assert pair.output_bytes == Affine(0.0, rows * OUTPUTS)
+    assert pair.saved_bytes == pair.input_bytes
+
+
+def test_an_input_that_others_save_as_well_does_not_stay_for_one_operator_alone():
+    modules = layers(c=nn.Linear(WIDTH, WIDTH))
+    for between, expected in ((F.relu, 0.0), (F.gelu, 4.0 * WIDTH)):
+        found = profiled(lambda m, x, f=between: m.b(m.a(f(m.c(x)))).sum(), modules)
+        (a,) = (each for each in found.exchanges if each.operators == ("a",))
+        assert a.saved_bytes == Affine(0.0, expected)
+        assert a.input_gradient_bytes == a.input_bytes == Affine(0.0, 4.0 * WIDTH)
+
+
+def frozen(modules):
+    modules["a"].weight.requires_grad_(False)
+    return modules
+
+
+def with_hook(modules):
+    modules["a"].register_forward_hook(lambda *_: None)
+    return modules
+
+
+class Scaled(nn.Linear):
+    """A subclass, which may compute anything."""
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: frozen(layers()),
+        lambda: with_hook(layers()),
+        lambda: layers(a=Scaled(WIDTH, HIDDEN)),
+        lambda: layers(a=nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, HIDDEN))),
+    ],
+    ids=["frozen", "hook", "subclass", "parametrized"],
+)
+def test_operators_that_are_not_as_they_come_move_no_activations(changed):
+    found = exchanges(lambda m, x: m.b(F.relu(m.a(x))).sum(), changed())
+    assert found == {("b",): "row"}
+
+
+def test_shared_weights_and_operators_that_are_called_again_move_no_activations():
+    modules = {"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)}
+    assert exchanges(lambda m, x: m.b(F.relu(m.a(m.a(x)))).sum(), modules) == {("b",): "column"}
+    modules["b"].weight = modules["a"].weight
+    assert exchanges(lambda m, x: m.b(F.relu(m.a(x))).sum(), modules) == {}
+    # a penalty reads weights out of their operator's forward
+    assert exchanges(lambda m, x: m.b(m.a(x)).sum() + m.a.weight.norm()) == {("b",): "row"}
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base_layer, self.down, self.up = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, 2), nn.Linear(2, HIDDEN)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+def changed_ones():
+    sparse = nn.Embedding(10, WIDTH, sparse=True)
+    bounded = nn.Embedding(10, WIDTH, max_norm=1.0)
+    scaled = nn.Embedding(10, WIDTH, scale_grad_by_freq=True)
+    called = nn.Linear(WIDTH, HIDDEN)
+    called.forward = lambda x: F.linear(x, called.weight)
+    watched = nn.Linear(WIDTH, HIDDEN)
+    watched.weight.register_hook(lambda gradient: gradient)
+    return {
+        "adapted": (Adapted(), "base_layer"),
+        "hooked": (with_hook({"a": nn.Linear(WIDTH, HIDDEN)})["a"], ""),
+        "sparse": (sparse, ""),
+        "bounded": (bounded, ""),
+        "scaled": (scaled, ""),
+        "called": (called, ""),
+        "watched": (watched, ""),
+        "subclass": (Scaled(WIDTH, HIDDEN), ""),
+        "plain": (nn.Linear(WIDTH, HIDDEN), ""),
+        "embedding": (nn.Embedding(10, WIDTH), ""),
+    }
+
+
+@pytest.mark.parametrize("name", changed_ones())
+def test_operators_move_activations_where_nothing_refuses_to_carry_it_out(name):
+    module, inner = changed_ones()[name]
+    is_embedding = isinstance(module, nn.Embedding)
+    operator = f"m.{inner}" if inner else "m"
+
+    def step(m, x):
+        return m.m(x).sum() if is_embedding else m.m(m.first(x)).sum()
+
+    batch = torch.tensor([[1, 2, 3], [4, 5, 6]]) if is_embedding else torch.randn(2, WIDTH)
+    modules = {"m": module} | ({} if is_embedding else {"first": nn.Linear(WIDTH, WIDTH)})
+    found = profiled(step, modules, batch).exchanges
+    kind = "embedding" if is_embedding else "column"
+    refused = refusal(Net(step, **modules), kind, [operator])
+    assert ((operator,) in [each.operators for each in found]) == (not refused)
+    assert bool(refused) == (name not in {"plain", "embedding"})
+
+
+class Block(nn.Module):
+    """T5's: features, relu, dropout, and back."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wi, self.wo = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.dropout(self.wo(self.dropout(F.relu(self.wi(self.norm(x))))))
+
+
+@pytest.mark.parametrize("depth", [2, 12])
+def test_pairs_are_found_in_every_block_also_of_those_that_a_few_stand_for(depth):
+    modules = {"blocks": nn.Sequential(*(Block() for _ in range(depth))), "head": nn.Linear(WIDTH, OUTPUTS)}
+    found = exchanges(lambda m, x: m.head(m.blocks(x)).sum(), modules)
+    pairs = {(f"blocks.{index}.wi", f"blocks.{index}.wo") for index in range(depth)}
+    assert {operators for operators, kind in found.items() if kind == "pair"} == pairs
+    assert {operators for operators, kind in found.items() if kind == "row"} == {("head",)} | {
+        (second,) for _, second in pairs
+    }
+
+
+@pytest.mark.parametrize("name", ["t5", "bert", "gpt2", "llama"])
+def test_pairs_of_transformers_are_found_in_the_projects_own_trace(name):
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    configs = {
+        "t5": lambda: transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4),
+        "bert": lambda: transformers.BertConfig(**small, intermediate_size=64),
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4),
+        "llama": lambda: transformers.LlamaConfig(**small, intermediate_size=64, num_key_value_heads=2),
+    }
+    config = configs[name]()
+    config.use_cache = False
+    model = transformers.AutoModel.from_config(config).train()
+    more = ("decoder_input_ids",) if name == "t5" else ()
+
+    def step(m, ids):
+        return m.model(input_ids=ids, **dict.fromkeys(more, ids)).last_hidden_state.float().pow(2).mean()
+
+    found = exchanges(step, {"model": model}, torch.randint(0, 64, (2, 6)))
+    pairs = {
+        tuple(each.rpartition(".")[2] for each in operators) for operators, kind in found.items() if kind == "pair"
+    }
+    expected = {"t5": {("wi", "wo")}, "bert": {("dense", "dense")}, "gpt2": {("c_fc", "c_proj")}, "llama": set()}
+    assert pairs == expected[name]
