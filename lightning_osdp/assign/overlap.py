@@ -77,6 +77,10 @@ def _bound_s(incumbent: _Incumbent, search: str) -> float:
         solved = _solve(paths.at(path), incumbent.rooms, search)
         bound_s, latest = max(bound_s, solved.bound_s), solved.modes
         incumbent.offer(latest)
+    for mean in paths.means:
+        solved = _solve(mean, incumbent.rooms, search)
+        bound_s = max(bound_s, solved.bound_s)
+        incumbent.offer(solved.modes)
     return bound_s
 
 

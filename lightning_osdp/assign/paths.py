@@ -23,7 +23,9 @@ between nodes. A unit that may be resident is waited for by no path before c, fo
 gathered ahead may take its place: a gather of backward is taken to be issued where backward comes to the last unit
 before that is never resident. So it is where a unit may move activations. Its exchanges are on every path: computing
 goes on behind them, and collectives that are issued later run later. Computing does not depend on modes otherwise, so
-there is little to be had from weighing several paths (a Lagrangian): the largest of their bounds is taken.
+there is little to be had from weighing several paths (a Lagrangian): the largest of their bounds is taken. But where
+units may move activations, one path leaves out what they would gather and another what they would exchange: weighted
+means of the path of all collectives and that of all computing are bounds, too.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -39,6 +42,9 @@ from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.axes import ZDP, Treatment
 from lightning_osdp.cost import block_s, copied_s
 from lightning_osdp.engine import COLLECTIVES, EXCHANGES, effects_of
+
+_WEIGHTS = tuple(share / 16 for share in range(1, 16))
+"""Weights of the path of all collectives that are tried in means with that of all computing."""
 
 _FILLER = 1e-9
 """Weight of a detour to a unit that is kept: it costs nothing now, and something in modes that free the unit."""
@@ -175,7 +181,30 @@ class Paths:
 
     def least_s(self) -> float:
         """Seconds of a step that no modes go below, as if memory were no concern."""
-        return max(self._direct_s(self._options)) + self._clock.optimizer_s
+        direct_s = max(self._direct_s(self._options)) + self._clock.optimizer_s
+        return direct_s if self._mean is None else max(direct_s, self._mean.fastest_s)
+
+    @cached_property
+    def _mean(self) -> Additive | None:
+        """Weighted seconds of two paths, with the weights of the largest bound; None where nothing is exchanged."""
+        if not any(effects_of(mode).exchanges for options in self._options for mode in options):
+            return None
+        collectives, computing = self.at(Path(0, ())), self.at(Path(len(self._constants_s) - 1, ()))
+
+        def weighed(weight: float) -> Additive:
+            times_s = [
+                {mode: weight * seconds + (1 - weight) * computed_s[mode] for mode, seconds in sent_s.items()}
+                for sent_s, computed_s in zip(collectives.times_s, computing.times_s, strict=True)
+            ]
+            constant_s = weight * collectives.constant_s + (1 - weight) * computing.constant_s
+            return dataclasses.replace(computing, times_s=times_s, constant_s=constant_s)
+
+        return max(map(weighed, _WEIGHTS), key=lambda each: each.fastest_s)
+
+    @property
+    def means(self) -> Sequence[Additive]:
+        """Seconds of weighted paths, which no modes go below."""
+        return () if self._mean is None else (self._mean,)
 
     def _direct_s(self, options: Sequence[Sequence[Treatment]]) -> list[float]:
         """Seconds of a step's path without detours, for each turn: of each unit the least of its options."""

@@ -71,6 +71,9 @@ def test_every_path_is_a_bound_on_all_modes(seed):
     for modes in chosen[:4]:
         path = paths.at(paths.longest(modes))
         assert all(path.time_s(others) <= found.costs.step_time_s(others) * (1 + 1e-9) for others in chosen)
+    for mean in paths.means:
+        assert all(mean.time_s(others) <= found.costs.step_time_s(others) * (1 + 1e-9) for others in chosen)
+    assert all(paths.least_s() <= found.costs.step_time_s(others) * (1 + 1e-9) for others in chosen)
 
 
 @pytest.mark.parametrize("seed", range(12))
