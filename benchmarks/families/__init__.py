@@ -9,8 +9,10 @@ import torch
 from benchmarks.families.base import OPTIMIZERS, Batch, Family
 from benchmarks.families.dense import OddMLP
 from benchmarks.families.shapes import SHAPES
-from benchmarks.families.text import Encoder, EncoderDecoder, LargeVocabulary, MinGPT, TiedGPT
+from benchmarks.families.text import Encoder, EncoderDecoder, LargeVocabulary, LlamaLayer, MinGPT, TiedGPT
 from benchmarks.families.vision import Convolutional, HierarchicalTransformer
+from examples.mingpt.model import Block as GPTBlock
+from examples.vision.model import Block as ViTBlock
 
 FAMILIES: dict[str, type[Family]] = {
     "mingpt": MinGPT,
@@ -23,6 +25,9 @@ FAMILIES: dict[str, type[Family]] = {
     "large_vocabulary": LargeVocabulary,
 }
 """Every family by name."""
+
+BLOCKS = (GPTBlock, LlamaLayer, ViTBlock)
+"""Modules that people make units of, or checkpoint."""
 
 
 def build(name: str, *, optimizer: str = "adamw", seed: int = 0) -> Family:
@@ -45,4 +50,4 @@ def build(name: str, *, optimizer: str = "adamw", seed: int = 0) -> Family:
         return families[name](optimizer)
 
 
-__all__ = ["FAMILIES", "OPTIMIZERS", "SHAPES", "Batch", "Family", "build"]
+__all__ = ["BLOCKS", "FAMILIES", "OPTIMIZERS", "SHAPES", "Batch", "Family", "build"]

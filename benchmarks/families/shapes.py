@@ -89,6 +89,18 @@ class Lora(MinGPT):
         _adapt(self, Block)
 
 
+class Llama12x256(LlamaLike):
+    """A decoder as Llama's are, as large as the GPT of 12 layers."""
+
+    vocabulary_size, length, num_layers, hidden_size, mlp_size = 256, 128, 12, 256, 688
+
+
+class TinyLlama(LlamaLike):
+    """In small."""
+
+    vocabulary_size, length, num_layers, hidden_size, mlp_size, num_heads, num_groups = 32, 16, 3, 32, 88, 4, 2
+
+
 class LlamaLora(LlamaLike):
     """A decoder as Llama's are of which adapters are trained: as large as the GPT of 6 layers."""
 
@@ -124,6 +136,7 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     "6 x 512": _gpt(6, 512, num_heads=8),
     "12 x 256": _gpt(12, 256, num_heads=4),
     "24 x 128": _gpt(24, 128, num_heads=4),  # the paper's narrow and deep one in 1/256 of its parameters: 96 x 1024
+    "12 x 256 like Llama": Llama12x256,
     "3 x 1024": _gpt(3, 1024, num_heads=8),
     "2 x 768": _gpt(2, 768, num_heads=8),  # the paper's wide and shallow one in 1/256 of its parameters: 2 x 12288
     "256 to 768": Growing,
@@ -133,6 +146,7 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     "12 x 256, LoRA": _gpt(12, 256, num_heads=4, sequence_length=32, kind=Lora),
     **{f"2 Linears of {size}": partial(TwoLayers, size) for size in (1024, 2048, 4096, 8192, 12288)},
     "tiny": _gpt(3, 32, num_heads=2, vocabulary_size=32, sequence_length=16),
+    "tiny like Llama": TinyLlama,
     "tiny like Llama, LoRA": TinyLlamaLora,
     "tiny, LoRA": _gpt(3, 32, num_heads=2, vocabulary_size=32, sequence_length=16, kind=Lora),
 }

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from benchmarks.families.base import Batch, Family
-from examples.mingpt.model import GPT, Block, GPTConfig
+from examples.mingpt.model import GPT, GPTConfig
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -87,10 +87,6 @@ def _rotated(x: Tensor) -> Tensor:
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-BLOCKS = (Block, LlamaLayer)
-"""Modules that people make units of, or checkpoint."""
 
 
 class LlamaLike(Family):

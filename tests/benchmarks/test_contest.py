@@ -116,9 +116,25 @@ def test_targets_are_goals_and_what_holds_in_every_cell():
     }
 
 
+def test_what_is_gained_is_a_fraction_of_what_running_nothing_again_would_save():
+    contest = Contest(
+        models=("tiny",), rivals=(BASE,), spaces={}, goals=(Goal(over="whole", at_mbit=None, least_gain=0.6),)
+    )
+    whole = entrant("whole", 4.0, predicted_s=5.0, free_s=4.0)  # a fifth of 4.0 would be saved
+
+    def found(measured_s, free_s=4.0):
+        entrants = [{**whole, "free_s": free_s}, entrant("OSDP", measured_s, predicted_s=4.2)]
+        row = {"case": {"model": "tiny", "rate_mbit": None}, "base_bytes": 100, "entrants": entrants}
+        return [(each.measured, each.is_met) for each in targets([row], contest=contest) if "gain" in each.name]
+
+    assert found(3.6) == [(pytest.approx(0.5), False)]
+    assert found(3.4) == [(pytest.approx(0.75), True)]
+    assert found(3.4, free_s=4.99) == []
+
+
 @pytest.fixture(scope="module")
 def tiny_profile():
-    return profile_model(build("tiny"), build("tiny").batch(2), activations=("keep", "recompute"))
+    return profile_model(build("tiny"), build("tiny").batch(2))
 
 
 @pytest.mark.parametrize("num_samples", [1, 6])

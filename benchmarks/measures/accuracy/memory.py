@@ -41,8 +41,8 @@ FROZEN = ("nothing", "nothing", "first", "mix")
 PROFILED_SAMPLES = 4
 """Samples that are profiled, none of `MICRO_BATCHES`: what is predicted for those is extrapolated."""
 FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
-ANY_RATES = DeviceRates(flops_per_s={"float32": 1e12, "bfloat16": 1e12}, bytes_per_s=1e11)
-"""Rates that stand in for timing, because only bytes are asked for."""
+ANY_RATES = DeviceRates(flops_per_s={"float32": 1e10, "bfloat16": 1e10}, bytes_per_s=1e12)
+"""Rates that stand in for timing, because only bytes are asked for: products are dear, so that blocks have levels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,8 @@ class Case:
     most_slices: int = 1
     """Most slices; above 1, operators that can be split are or stay whole, as is drawn, like the modes of slices."""
     activations: str = "keep"
-    """Choice of blocks for what they save: ``keep``, ``recompute``, or ``mix``, drawn per block."""
+    """Choice of blocks for what they save: ``keep``, ``recompute``, ``mix``, drawn per block, or ``levels``, likewise
+    drawn, with all levels of a block among them."""
     frozen: str = "nothing"
     """Frozen modules: ``nothing``, the ``first`` third of the modules that own parameters, or a ``mix`` of them
     that is drawn."""
@@ -91,7 +92,9 @@ def draw_cases(family: str, count: int, *, seed: int = 0) -> list[Case]:
             modes=draw.choice(("zdp", "dp", "mix", "mix")),
             sync=apart(index, "sync", ("every", "last", "mix", "mix")),
             most_slices=apart(index, "slices", (1, 4)),
-            activations=apart(index, "blocks", ("keep", "recompute", "mix")),
+            activations="levels"
+            if apart(index, "levels", (False, False, True))
+            else apart(index, "blocks", ("keep", "recompute", "mix")),
             frozen=apart(index, "frozen", FROZEN),
             world_size=draw.choice(WORLD_SIZES),
             micro_batch_size=draw.choice(MICRO_BATCHES),
@@ -216,7 +219,8 @@ def _profiled(
             return module.loss(batch)
 
     step = TrainingStep(run, precision=ComputePrecision(dtype, (_BatchNorm,), reduced))
-    return profile_model(module, module.batch(PROFILED_SAMPLES), step, rates=ANY_RATES)
+    activations = ("keep", "recompute", "selective")
+    return profile_model(module, module.batch(PROFILED_SAMPLES), step, rates=ANY_RATES, activations=activations)
 
 
 def phases(estimate: StepEstimate) -> dict[str, int]:
@@ -260,9 +264,21 @@ def _modes_of_slices(case: Case, unit: UnitProfile, mode: Treatment) -> tuple[st
 
 def _blocks(profile: ModelProfile, case: Case) -> tuple[Block, ...]:
     draw = random.Random(f"{case.family} {case.seed} activations")
-    choices = ("keep", "recompute") if case.activations == "mix" else (case.activations,)
-    chosen = [(block.name, draw.choice(choices)) for block in profile.blocks]
-    return tuple(Block(name=name, treatment=Treatment(saves=choice)) for name, choice in chosen if choice != "keep")
+    is_drawn = case.activations in ("mix", "levels")
+    choices = ("keep", "recompute") if is_drawn else (case.activations,)
+    chosen = [
+        (block, draw.choice((*choices, *block.levels) if case.activations == "levels" else choices))
+        for block in profile.blocks
+    ]
+    return tuple(
+        Block(
+            name=block.name,
+            treatment=Treatment(saves=choice),
+            kept=block.levels[choice].kept if choice in block.levels else (),
+        )
+        for block, choice in chosen
+        if choice != "keep"
+    )
 
 
 def _plan(profile: ModelProfile, units: Sequence[UnitProfile], case: Case) -> Plan:

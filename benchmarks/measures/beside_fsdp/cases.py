@@ -27,6 +27,8 @@ class Goal:
     mean: float | None = None
     best: float | None = None
     least: float | None = None
+    least_gain: float | None = None
+    """Least fraction of the seconds by which the other's steps would be shorter if they ran nothing again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +73,13 @@ class Contest:
             rivals=self.rivals[:_NUM_QUICK_RIVALS],
             micro_batch_size=1,
             num_micro_batches=min(2, self.num_micro_batches),
+            goals=(),
         )
 
 
 def _tiny(model: str) -> str:
     """Name of the smallest model of a kind."""
-    if "LoRA" not in model:
-        return "tiny"
-    return "tiny like Llama, LoRA" if "Llama" in model else "tiny, LoRA"
+    return f"tiny{' like Llama' * ('Llama' in model)}{', LoRA' * ('LoRA' in model)}"
 
 
 BASE = Way(sharding="FULL_SHARD", is_fully_shard=True)
@@ -172,6 +173,7 @@ _LORA = Contest(
     goals=(Goal(over=BASE.name, least=1.5), Goal(over=RESIDENT.name, limits=(None,), least=0.97)),
 )
 _EVERYWHERE = "OSDP, all blocks recompute"
+_WHOLE = "OSDP, whole blocks"
 _SLICES = tuple(
     Way(sharding=" ".join([mode] * number), by_operator=True) for mode in ("ZDP", "DP") for number in (1, 2, 4, 8, 16)
 )
@@ -238,6 +240,22 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
                 Goal(over=CHECKPOINTING.name, least=1.25),
                 Goal(over=_BY_LINEAR.name, least=1.5),
                 Goal(over=_EVERYWHERE, at_mbit=None, least=0.97),
+            ),
+        ),
+        # the same with results of heavy operations kept, where most blocks have to recompute
+        "levels": Contest(
+            models=("12 x 256", "12 x 256 like Llama", "hierarchical_vit"),
+            rates_mbit=(None, 1000.0),
+            limits=(0.6, 0.8),
+            rivals=(CHECKPOINTING,),
+            micro_batch_size=8,
+            spaces={
+                _WHOLE: {"activations": ["keep", "recompute"]},
+                "OSDP": {"activations": ["keep", "recompute", "selective"]},
+            },
+            goals=(
+                Goal(over=_WHOLE, at_mbit=None, least=0.99, least_gain=0.6),
+                Goal(over=CHECKPOINTING.name, at_mbit=None, least=0.99),
             ),
         ),
     },

@@ -32,6 +32,8 @@ PREDICTED = 0.1
 """Largest error of a predicted ratio."""
 SENT = 0.05
 """Largest distance of the bytes that a node sends from the closed forms, headers included."""
+_WORTH = 0.01
+"""Fraction of a step that running nothing again must save for what is gained of it to be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,8 @@ def _summary(model: str, entrant: Entrant) -> Row:
     modes = Counter(f"{mode} {unit.sync}" for unit in plan.units if unit.name for mode in unit.modes)
     parts = [f"{number} {mode}" for mode, number in sorted(modes.items())]
     if plan.blocks:
-        parts.append(f"{len(plan.blocks)} blocks recompute")
+        in_part = sum(bool(block.kept) for block in plan.blocks)
+        parts.append(f"{len(plan.blocks)} blocks recompute{f', {in_part} in part' if in_part else ''}")
     return {
         "name": entrant.name,
         "limit": entrant.limit,
@@ -131,6 +134,7 @@ def _summary(model: str, entrant: Entrant) -> Row:
         "counted_bytes": entrant.counted_bytes or _counted_bytes(model, entrant.plan),
         "predicted_bytes": entrant.predicted_bytes,
         "predicted_s": entrant.predicted_s,
+        "free_s": entrant.free_s,
         "measured_s": entrant.measured_s,
         "compute_s": entrant.compute_s,
         "wire_bytes": entrant.wire_bytes,
@@ -174,6 +178,7 @@ def table(rows: Sequence[Row], *, base: str) -> Table:
         "predicted",
         "ratio",
         "predicted",
+        "nothing again",
         "bound",
         "sent",
         "predicted",
@@ -195,6 +200,7 @@ def table(rows: Sequence[Row], *, base: str) -> Table:
                 f"{entrant['measured_s']:.2f} s",
                 "" if entrant["predicted_s"] is None else f"{entrant['predicted_s']:.2f} s",
                 *(_times(ratio(row, entrant, base, of)) for of in ("measured_s", "predicted_s")),
+                _times(_ratio_if_free(row, entrant, base)),
                 _times(bound(row, entrant, base)),
                 format_bytes(sent) if sent else "",
                 _percent(wire, sent) if sent else "",
@@ -217,6 +223,27 @@ def ratio(row: Row, entrant: Row, over: str, of: str = "measured_s") -> float | 
         return None
     found: float = (num_samples(entrant) / entrant[of]) / (num_samples(other) / other[of])
     return found
+
+
+def _ratio_if_free(row: Row, entrant: Row, over: str) -> float | None:
+    """Predicted ratio to another if the entrant's forward ran again in no time."""
+    predicted = ratio(row, entrant, over, "predicted_s")
+    if predicted is None or entrant.get("free_s") is None:
+        return None
+    found: float = predicted * entrant["predicted_s"] / entrant["free_s"]
+    return found
+
+
+def gain(row: Row, entrant: Row, over: str) -> float | None:
+    """Fraction of what another's steps would be shorter by, if they ran nothing again, by which the entrant's are.
+
+    What running nothing again would save is predicted, all else is measured. None where it would save less than 1%.
+    """
+    measured, other = ratio(row, entrant, over), named(row, over, entrant["limit"])
+    if measured is None or other is None or other.get("free_s") is None:
+        return None
+    most = 1 - other["free_s"] / other["predicted_s"]
+    return (1 - 1 / measured) / most if most >= _WORTH else None
 
 
 def bound(row: Row, entrant: Row, over: str) -> float | None:
@@ -285,20 +312,24 @@ def targets(rows: Sequence[Row], *, contest: Contest) -> list[Target]:
 
 
 def _of_goal(rows: Sequence[Row], goal: Goal) -> Iterator[Target]:
-    ratios = [
-        found
+    cells = [
+        (row, entrant)
         for row in rows
         for entrant in row["entrants"]
         if entrant["name"] == goal.who
         and (goal.limits is None or entrant["limit"] in goal.limits)
-        and row["case"]["rate_mbit"] is not None
         and (goal.at_mbit is None or row["case"]["rate_mbit"] == goal.at_mbit)
-        and (found := ratio(row, entrant, goal.over)) is not None
     ]
-    for what, limit, of in (("mean", goal.mean, mean), ("best", goal.best, max), ("least", goal.least, min)):
-        if ratios and limit is not None:
+    ratios, gains = ([found for cell in cells if (found := of(*cell, goal.over)) is not None] for of in (ratio, gain))
+    for what, limit, values, of in (
+        ("mean", goal.mean, ratios, mean),
+        ("best", goal.best, ratios, max),
+        ("least", goal.least, ratios, min),
+        ("least gain, of that of running nothing again", goal.least_gain, gains, min),
+    ):
+        if values and limit is not None:
             name = f"{goal.who} over {goal.over}{_under(goal.limits or ())}: {what}"
-            yield Target(name=name, limit=limit, measured=of(ratios), is_least=True)
+            yield Target(name=name, limit=limit, measured=of(values), is_least=True)
 
 
 def _of_memory(row: Row, where: str) -> Iterator[Target]:

@@ -32,6 +32,7 @@ from lightning_osdp import (
     profile_model,
     simulate,
 )
+from lightning_osdp.core.affine import ZERO
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.slices import slice_names
@@ -44,6 +45,9 @@ UNLIMITED = 2**62
 
 _MANY_SAMPLES = 12
 """Samples that are profiled, too, where micro-batches may be of any size."""
+
+_RECOMPUTING = ("keep", "recompute", "selective")
+"""Choices of blocks for what they save that any of OSDP's plans may have."""
 
 Division: TypeAlias = Literal["held", "auto", "scale"]
 """Choice that is open for micro-batches: none; the division of a step's samples; any size, one of it a step."""
@@ -65,6 +69,8 @@ class Entrant:
     predicted_bytes: int | None
     predicted_s: float | None
     """Predicted seconds of a step; None where not `Way.is_predicted`."""
+    free_s: float | None
+    """The same if forward ran again in no time."""
     compute_s: float
     """Predicted seconds of computing in a step."""
     wire_bytes: float
@@ -118,7 +124,7 @@ def on_one_rank(
         cluster = measure_cluster(torch.device("cpu"), node_size=node_size)
         samples = _profiled(division, micro_batch_size, num_micro_batches)
         profiles = [
-            profile_model(build(model), build(model).batch(size), activations=("keep", "recompute"), together=in_step)
+            profile_model(build(model), build(model).batch(size), activations=_RECOMPUTING, together=in_step)
             for size in samples
         ]
         entrants: list[Entrant] = []
@@ -194,6 +200,9 @@ class _Plans:
             counted_bytes=None if baseline is None else baseline.counted_bytes,
             predicted_bytes=estimate.peak.peak_bytes if is_predicted else None,
             predicted_s=estimate.time_s if is_predicted else None,
+            free_s=simulate(plan, _running_again_in_no_time(self._nearest(plan)), self._cluster).time_s
+            if is_predicted
+            else None,
             compute_s=estimate.compute_s,
             wire_bytes=sent_bytes(plan),
         )
@@ -234,6 +243,18 @@ class _Plans:
                 for unit in plan.units
             ),
         )
+
+
+def _running_again_in_no_time(profile: ModelProfile) -> ModelProfile:
+    blocks = (
+        replace(
+            block,
+            rerun_s=ZERO,
+            levels={value: replace(level, rerun_s=ZERO) for value, level in block.levels.items()},
+        )
+        for block in profile.blocks
+    )
+    return replace(profile, blocks=tuple(blocks))
 
 
 def _num_samples(plan: Plan) -> int:

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from typing_extensions import override
 
-from benchmarks.families import Family
-from benchmarks.families.text import BLOCKS
+from benchmarks.families import BLOCKS, Family
 from benchmarks.testbed.by_hand import gather_ahead, scatter_in_flight
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp.core.axes import ANYTHING, DP, HDP, HPZ, HSDP, NAMED_MODES, RESIDENT, ZDP, Treatment
