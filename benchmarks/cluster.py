@@ -21,7 +21,7 @@ from jsonargparse import auto_cli
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measures.section import PICTURES, RESULTS, kept_in, measured, wide_console
-from benchmarks.measures.simulated import nodes, predictions
+from benchmarks.measures.simulated import levels, nodes, predictions
 
 MEASURED = tuple(RESULTS / f"{name}.json" for name in ("headline", "activations", "accumulation"))
 """Files of benchmarks that have predicted and measured steps."""
@@ -41,6 +41,8 @@ def main(
     """
     with kept_in(output, "cluster", quick=quick) as results:
         measured(nodes.section(nodes.quick_cases() if quick else nodes.cases()), results, is_fresh=fresh)
+        if not quick:
+            measured(levels.section(levels.CASES), results, is_fresh=fresh)
         wide_console().print(predictions.table(MEASURED))
         if pictures is not None and not quick:
             from benchmarks.pictures.cluster import draw, draw_memory

@@ -57,7 +57,7 @@ def test_targets_name_what_is_off():
 def test_every_row_states_what_was_measured():
     for case in cases():
         assert isinstance(case, Case)
-        assert case.gib or case.tokens_per_s or case.does_not_fit
+        assert case.gib or case.tokens_per_s or case.step_s or case.does_not_fit
     names = {case.set for case in cases()}
     timed = {case.set for case in cases() if case.tokens_per_s}
     assert timed < names

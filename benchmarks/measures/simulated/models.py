@@ -33,6 +33,8 @@ class Sizes:
     vocabulary: int
     kv_heads: int | None = None
     """Heads of keys and values; None: as many as `heads`."""
+    is_tied: bool = False
+    """True if the head is the embedding, as it always is of ``mpt``."""
     lora_rank: int | None = None
     """Rank of the adapters that alone are trained, of all Linears in blocks but ``wk``; None: all is trained."""
     num_chunks: int = 1
@@ -58,7 +60,7 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList(block(sizes, sequence) for _ in range(sizes.layers))
         self.norm = _norm(sizes)
         self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
-        if not is_llama:
+        if sizes.is_tied or not is_llama:
             self.head.weight = self.embedding.weight
         self._by_operation, self._num_chunks = by_operation, sizes.num_chunks
         if sizes.lora_rank is not None:

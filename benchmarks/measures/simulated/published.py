@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +36,10 @@ _HERE = Path(__file__).parent
 _GIB = 2**30
 MEMORY_MEDIAN, MEMORY_WORST = 0.05, 0.10
 SPEED_MEDIAN, SPEED_WORST = 0.10, 0.20
+PROFILED = ("keep", "recompute", "selective")
+"""Choices of blocks for what they save that are profiled."""
+RECOMPUTED = 0.05
+"""Largest error of the throughput of what recomputes everything, beside the same that keeps everything."""
 _BLOCK = re.compile(r".*?\.\d+(?=\.)")
 _DIFFERENCE = "C"
 """The set of which only the difference between its rows can be told."""
@@ -63,6 +68,8 @@ class Case:
     allocated: bool = False
     """True if `gib` are of tensors, and not what the allocator reserved."""
     tokens_per_s: float | None = None
+    step_s: float | None = None
+    """Seconds of a step, where it is not stated of how many tokens."""
     does_not_fit: bool = False
     calibrates: bool = False
 
@@ -95,13 +102,7 @@ def measure(case: Case) -> dict[str, Any]:
     """
     spec = case.machine.replace("@", str(_HERE / "h100_96.toml"))
     machine = Machine.parse(spec)
-    # of one device, whose rates are those of all
-    profile = _profile(
-        case.model,
-        case.sequence,
-        re.sub(r".*\d ([^ ,]+)(,.*)?", r"\1", spec),
-        by_operation=case.checkpointing == "by operation",
-    )
+    profile = profile_of(case.model, case.sequence, spec, by_operation=case.checkpointing == "by operation")
     setting = _setting(case, profile, machine)
     step = simulate_step(setting, _modes(case, setting), engine=setting.engine)
     # DDP's buckets hold all gradients once more
@@ -152,9 +153,17 @@ def _modes(case: Case, setting: Setting) -> tuple[Treatment, ...]:
     return (DP, *[ZDP] * freed, *[DP] * (num_blocks - freed))
 
 
+def profile_of(model: str, sequence: int, spec: str, *, by_operation: bool = False) -> ModelProfile:
+    """Profile of a model of ``published.toml`` by the rates of a machine.
+
+    It is of two samples, in mixed precision with gradients reduced in float32, but of the demo and in bfloat16.
+    """
+    device = re.sub(r".*\d ([^ ,]+)(,.*)?", r"\1", spec)  # of one, whose rates are those of all
+    return _profile(model, sequence, device, by_operation=by_operation)
+
+
 @cache
 def _profile(model: str, sequence: int, spec: str, *, by_operation: bool) -> ModelProfile:
-    """Profile of two samples, in mixed precision with gradients reduced in float32, but of the demo and in bfloat16."""
     sizes = Sizes(**_document()["models"][model])
     with torch.device("meta"):
         module = made(sizes, sequence=sequence, by_operation=by_operation)
@@ -165,9 +174,12 @@ def _profile(model: str, sequence: int, spec: str, *, by_operation: bool) -> Mod
         lambda module: [AdamW(each for each in module.parameters() if each.requires_grad)],
         ComputePrecision(torch.bfloat16, reduce_dtype=torch.float32) if is_mixed else ComputePrecision(),
     )
-    activations = ("keep",) if by_operation else ("keep", "recompute")
     return profile_model(
-        module, (tokens, tokens.clone()), step, rates=Machine.parse(spec).rates, activations=activations
+        module,
+        (tokens, tokens.clone()),
+        step,
+        rates=Machine.parse(spec).rates,
+        activations=("keep",) if by_operation else PROFILED,
     )
 
 
@@ -253,10 +265,17 @@ def _targets(rows: Sequence[Row]) -> Iterator[Target]:
     if speed:
         yield Target(name="tokens/s of B and E: median error", limit=SPEED_MEDIAN, measured=median(speed))
         yield Target(name="tokens/s of B and E: worst error", limit=SPEED_WORST, measured=max(speed))
+    checkpointed = [abs(error) for error in speed_errors(rows, ("R2",))]
+    if checkpointed:
+        yield Target(name="tokens/s of R2 with checkpointing: error", limit=RECOMPUTED, measured=max(checkpointed))
     for name in ("G7", "G3"):
         slope = [abs(error) for error in speed_errors(rows, (name,))]
         if slope:
             yield Target(name=f"tokens/s of {name} over ranks: worst error", limit=SPEED_WORST, measured=max(slope))
+    steps = sorted((row for row in rows if row["case"].get("step_s")), key=lambda row: -row["case"]["step_s"])
+    for slower, faster in pairwise(steps):
+        name = f"R1, {faster['case']['checkpointing']} over {slower['case']['checkpointing']}: seconds of a step"
+        yield Target(name=name, limit=1, measured=faster["step_s"] / slower["step_s"])
     resharding = {row["case"]["reshard"]: row for row in rows if row["case"]["set"] == "A"}
     if {"always", "never"} <= resharding.keys():
         always, never = resharding["always"], resharding["never"]
