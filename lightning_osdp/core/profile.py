@@ -8,7 +8,7 @@ tensors; what grows with the samples is `Affine` in those of one rank's micro-ba
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from lightning_osdp.core.affine import ZERO, Affine
@@ -17,6 +17,8 @@ from lightning_osdp.core.text.stored import Stored
 
 Span = tuple[int, int]
 """First and last segment of one call of a module, both included."""
+CHUNKS = 8
+"""Chunks of a loss: with more, the rest of it hardly matters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,3 +283,32 @@ class ModelProfile(Stored):
     def saved_bytes(self) -> Affine:
         """Bytes that the whole model has saved for backward at the end of forward."""
         return sum((segment.saved_bytes for segment in self.segments), ZERO)
+
+
+def in_chunks(profile: ModelProfile) -> ModelProfile:
+    """Profile as if the loss, and the output of the last operator, were computed in chunks, one alive at a time."""
+    if len(profile.segments) < 2:
+        return profile
+    *before, last, loss = profile.segments
+    logits = last.handed_bytes * (1 - 1 / CHUNKS)
+    settled, passed = last.settled_bytes, loss.passed_bytes
+    if settled is not None:
+        settled = settled.less(logits)
+    if passed is not None:  # with all that was saved before
+        saved = sum((segment.saved_bytes for segment in (*before, last)), ZERO)
+        passed = saved + (passed - saved) * (1 / CHUNKS)
+    last = replace(
+        last,
+        forward_workspace_bytes=last.forward_workspace_bytes.less(logits),
+        backward_workspace_bytes=last.backward_workspace_bytes.less(logits),
+        handed_bytes=last.handed_bytes - logits,
+        settled_bytes=settled,
+    )
+    loss = replace(
+        loss,
+        saved_bytes=loss.saved_bytes * (1 / CHUNKS),
+        forward_workspace_bytes=loss.forward_workspace_bytes * (1 / CHUNKS),
+        backward_workspace_bytes=loss.backward_workspace_bytes * (1 / CHUNKS),
+        passed_bytes=passed,
+    )
+    return replace(profile, segments=(*before, last, loss))

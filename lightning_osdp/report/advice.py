@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from lightning_osdp.core.affine import ZERO
 from lightning_osdp.core.axes import freed_and_kept
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
-from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.profile import CHUNKS, ModelProfile, in_chunks
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.simulation import StepEstimate, simulate
@@ -26,8 +25,6 @@ WORTH_ANOTHER_BATCH = 0.1
 """Fraction of the seconds of a sample that a change must save where the samples of an optimizer step change with it."""
 DOMINANT = 0.5
 """Fraction of the peak above which activations are to be looked at."""
-CHUNKS = 8
-"""Chunks of the loss: with more, the rest of it hardly matters."""
 _LEAST_MORE = 1.1
 """Times the limit that must be free for a larger one: less is for what no plan counts."""
 _MOST_DOUBLINGS = 11
@@ -150,39 +147,10 @@ def _loss_in_chunks(case: _Case) -> Iterator[Advice]:
         share = less_bytes / case.step.peak.peak_bytes
         yield Advice(
             change="loss",
-            sentence=f"logits and loss in {CHUNKS} chunks take {format_bytes(less_bytes)} ({share:.1%}) off the peak,"
-            f" for which {_kept(case.plan, plan)}: that {_told(case, step, saves)}",
+            sentence=f"logits and loss in {CHUNKS} chunks, as by chunked_cross_entropy, take {format_bytes(less_bytes)}"
+            f" ({share:.1%}) off the peak, for which {_kept(case.plan, plan)}: that {_told(case, step, saves)}",
             saves=saves,
         )
-
-
-def in_chunks(profile: ModelProfile) -> ModelProfile:
-    """Profile as if the loss, and the output of the last operator, were computed in chunks, one alive at a time."""
-    if len(profile.segments) < 2:
-        return profile
-    *before, last, loss = profile.segments
-    logits = last.handed_bytes * (1 - 1 / CHUNKS)
-    settled, passed = last.settled_bytes, loss.passed_bytes
-    if settled is not None:
-        settled = settled.less(logits)
-    if passed is not None:  # with all that was saved before
-        saved = sum((segment.saved_bytes for segment in (*before, last)), ZERO)
-        passed = saved + (passed - saved) * (1 / CHUNKS)
-    last = replace(
-        last,
-        forward_workspace_bytes=last.forward_workspace_bytes.less(logits),
-        backward_workspace_bytes=last.backward_workspace_bytes.less(logits),
-        handed_bytes=last.handed_bytes - logits,
-        settled_bytes=settled,
-    )
-    loss = replace(
-        loss,
-        saved_bytes=loss.saved_bytes * (1 / CHUNKS),
-        forward_workspace_bytes=loss.forward_workspace_bytes * (1 / CHUNKS),
-        backward_workspace_bytes=loss.backward_workspace_bytes * (1 / CHUNKS),
-        passed_bytes=passed,
-    )
-    return replace(profile, segments=(*before, last, loss))
 
 
 def _given_blocks(case: _Case) -> Iterator[Advice]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from lightning_osdp.core.axes import NAMED_MODES, ZDP, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Cost, Plan, Unit
+from lightning_osdp.core.profile import CHUNKS
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.folding import fold_names
@@ -22,6 +23,8 @@ MOST_PATTERNS = 8
 """Folded names that one row spells out."""
 NOT_PREDICTED = "not predicted"
 ONE_RANK = "modes make no difference with one rank"
+LARGE_LOSS = 0.05
+"""Fraction of the peak that logits and loss must take for a line of their own."""
 _TOLD = frozenset({"moves", "home", "keep", "reduce"})
 """Axes that names of treatments tell, and `name_treatment` in words of its own."""
 _WAYS = {
@@ -184,6 +187,11 @@ def summarise(plan: Plan) -> list[tuple[str, str]]:
         lines["peak memory"] = f"{NOT_PREDICTED}; the limit is {limit}"
     if plan.peak_phase:
         lines["peak is in"] = tell_peak(plan)
+    if plan.loss_bytes > LARGE_LOSS * plan.peak_bytes:
+        lines["loss"] = (
+            f"{CHUNKS} chunks of logits and loss, as by chunked_cross_entropy, would take"
+            f" {format_bytes(plan.loss_bytes)} ({plan.loss_bytes / plan.peak_bytes:.1%}) off the peak"
+        )
     if plan.evaluation_peak_bytes:
         batch = _count(plan.micro_batch_size, "sample")
         lines["evaluation"] = f"{format_bytes(plan.evaluation_peak_bytes)} predicted per rank, {batch} at once"

@@ -11,13 +11,14 @@ from lightning_osdp.assign import Assignment, Modes, Setting, applicable, chosen
 from lightning_osdp.core.axes import KEEP, Treatment
 from lightning_osdp.core.plans.plan import Block, Option, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
-from lightning_osdp.core.profile import BlockProfile, ModelProfile
+from lightning_osdp.core.profile import BlockProfile, ModelProfile, in_chunks
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES, UnitProfile
-from lightning_osdp.cost import block_s, evaluation_peak, exchanged_bytes
+from lightning_osdp.cost import block_s, evaluation_peak, exact_peak, exchanged_bytes
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
 from lightning_osdp.engine import freed_bytes, leaving_order
+from lightning_osdp.simulation import planned_step
 
 MAX_SIMULATED_UNITS = 200_000
 """Units in all steps that are simulated for what else units could be: about a second."""
@@ -51,7 +52,7 @@ def plan_of(
     ]
     samples_per_s = setting.workload.num_samples * setting.cluster.world_size / time_s if time_s > 0 else 0.0
     is_searched = most_samples_per_s is not None and samples_per_s > 0
-    return Plan(
+    plan = Plan(
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
         node_size=setting.cluster.node_size if setting.cluster.has_nodes else None,
@@ -76,6 +77,16 @@ def plan_of(
         notes=tuple(filter(None, (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, space)))),
         **searched,
     )
+    return plan if setting.is_paper else dataclasses.replace(plan, loss_bytes=_loss_bytes(plan, setting))
+
+
+def _loss_bytes(plan: Plan, setting: Setting) -> int:
+    """Bytes by which the peak is lower where logits and loss are in chunks."""
+    whole, chunked = (
+        exact_peak(*planned_step(plan, profile, setting.cluster), engine=setting.bytes_engine).peak_bytes
+        for profile in (setting.unchanged, in_chunks(setting.unchanged))
+    )
+    return max(0, whole - chunked)
 
 
 def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:

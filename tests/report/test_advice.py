@@ -20,9 +20,9 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.core.plans.search_space import SearchSpace
-from lightning_osdp.core.profile import BlockProfile, Segment
+from lightning_osdp.core.profile import CHUNKS, BlockProfile, Segment, in_chunks
 from lightning_osdp.profiler import LiveBytes, TrainingStep, profile_model
-from lightning_osdp.report.advice import CHUNKS, advise, in_chunks
+from lightning_osdp.report.advice import advise
 from lightning_osdp.report.tables import render_plan
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
@@ -107,7 +107,9 @@ def test_a_loss_in_chunks_takes_the_others_off_the_peak(build, ranks):
     plan = planned(profile, ranks)
     found = by_change(plan, profile, ranks)["loss"]
     share = 7000 / plan.memory_limit_bytes  # its peak
-    assert f"in {CHUNKS} chunks take 6.84 KiB ({share:.1%}) off the peak" in found.sentence
+    assert (
+        f"in {CHUNKS} chunks, as by chunked_cross_entropy, take 6.84 KiB ({share:.1%}) off the peak" in found.sentence
+    )
     assert "2 more units stay gathered: that saves 25.0% of a step" in found.sentence
     assert found.saves == pytest.approx(1 / 4)
 
@@ -165,6 +167,7 @@ def test_chunks_take_off_what_they_are_predicted_to(cluster):
     plan = make_plan(profile, cluster(1), memory_limit_bytes=MUCH, micro_batch_size=8)
     peaks = [simulate(plan, each, cluster(1)).peak.peak_bytes for each in (profile, in_chunks(profile))]
     assert peaks[0] - peaks[1] == pytest.approx(counted_peak(1) - counted_peak(CHUNKS), rel=0.1)
+    assert plan.loss_bytes == peaks[0] - peaks[1]
     assert peaks[1] < peaks[0] / 2
 
 

@@ -296,6 +296,12 @@ def test_the_papers_peak_is_in_no_operator():
     assert summary(plan)["peak is in"] == "all phases: activations 3.00 MiB"
 
 
+def test_a_loss_that_takes_much_of_the_peak_is_told():
+    assert "loss" not in summary(dataclasses.replace(PLAN, loss_bytes=PLAN.peak_bytes // 21))
+    told = summary(dataclasses.replace(PLAN, peak_bytes=10 * MIB, loss_bytes=4 * MIB))["loss"]
+    assert told == "8 chunks of logits and loss, as by chunked_cross_entropy, would take 4.00 MiB (40.0%) off the peak"
+
+
 def test_shards_that_are_left_in_nodes_are_counted_beside_what_stays_whole():
     in_node = renamed(LINEAR, "h.0", treatments=named("hpZ"))
     units = (ROOT, LINEAR, in_node, renamed(LINEAR, "h.1", treatments=named("hpZ")), renamed(KEPT, "head"))

@@ -208,6 +208,8 @@ class Plan:
     """Operator that runs at the peak; the empty string in the loss and in the optimizer step."""
     peak_parts: Mapping[str, int] = field(default_factory=dict)
     """Parts of the peak by name, in bytes."""
+    loss_bytes: int = 0
+    """Bytes by which the peak would be lower with logits and loss in `core.profile.CHUNKS` chunks."""
     evaluation_peak_bytes: int = 0
     """Predicted peak while the model is evaluated in batches of ``micro_batch_size`` samples per rank."""
     notes: tuple[str, ...] = ()
