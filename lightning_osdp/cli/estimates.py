@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from lightning_osdp.cli.answer import step_seconds
-from lightning_osdp.core.axes import ACTIVATION_CHOICES, SELECTIVE
+from lightning_osdp.core.axes import ACTIVATION_CHOICES, DEFAULT_ACTIVATIONS, SELECTIVE
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -149,8 +149,9 @@ class Strategies:
 
     strategies: Collection[str] | None = None
     """`OSDP` and names of `BY_HAND`; None: all that differ on a machine."""
-    activations: Sequence[str] = ("keep", "recompute")
-    """Choices of blocks for the tensors that they save for backward."""
+    activations: Sequence[str] = DEFAULT_ACTIVATIONS
+    """Choices of blocks for the tensors that they save for backward; levels are for OSDP, and for others only where
+    nothing else is asked for."""
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -196,7 +197,7 @@ class Strategies:
             memory_limit_bytes=limit_bytes,
             policy=policy,
             names=None if self.strategies is None else [name for name in self.strategies if name != OSDP],
-            activations=self.activations,
+            activations=[each for each in self.activations if each != SELECTIVE] or self.activations,
         )
         plan, why_not = None, ""
         if self.with_osdp:

@@ -12,6 +12,7 @@ from rich.console import Console
 from lightning_osdp.cli.answer import Answer, lines
 from lightning_osdp.cli.estimates import Estimate, Strategies, machines_table
 from lightning_osdp.cli.files import checked_output, write_output
+from lightning_osdp.core.axes import DEFAULT_ACTIVATIONS
 from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
 from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.profile import ModelProfile
@@ -42,7 +43,7 @@ def estimate(
     optimizer_settings: str = "{}",
     lora: str | None = None,
     strategy: str | None = None,
-    activations: str = "keep,recompute",
+    activations: str = ",".join(DEFAULT_ACTIVATIONS),
     memory: str | None = None,
     batch: int | None = None,
     global_batch: int | None = None,
@@ -73,8 +74,8 @@ def estimate(
         strategy: OSDP, FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or HYBRID_SHARD_ZERO2, several between commas; by
             default all of them.
         activations: what blocks may do with what they save for backward, keep, recompute, offload, recompute_offload or
-            selective (recompute all but some results), between commas; one alone, but for the last, is what
-            all of them do.
+            selective (recompute all but some results, which OSDP chooses), between commas; one alone, but for the
+            last, is what all of them do.
         memory: limit of one rank, as in 70GiB; by default what the device has, less what is not for tensors.
         batch: samples per rank and micro-batch; by default those with the most samples/s.
         global_batch: samples of all ranks in an optimizer step, divided into the fastest micro-batches.

@@ -300,6 +300,9 @@ ACTIVATION_CHOICES = ("keep", "recompute", "offload", "recompute_offload")
 SELECTIVE = "selective"
 """Name by which all of `LEVELS` are offered."""
 
+DEFAULT_ACTIVATIONS = ("keep", "recompute")
+"""Names of choices for what a block saves that are offered where nothing is said."""
+
 KEEP = AXES["saves"].default
 """Value of ``saves`` with which a block does nothing of its own."""
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.axes import SELECTIVE, values_of
+from lightning_osdp.core.axes import DEFAULT_ACTIVATIONS, SELECTIVE, values_of
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
@@ -34,7 +34,7 @@ from lightning_osdp.profiler.profile_parts import (
     profile_segments,
     traced_choices,
 )
-from lightning_osdp.profiler.rerun_time import Again, LevelOverhead, level_overhead, work_of_blocks
+from lightning_osdp.profiler.rerun_time import Again, level_overhead, stated_overhead, work_of_blocks
 from lightning_osdp.profiler.step.run_step import StepRunner, as_eager, loss_in, note_on_compiled
 from lightning_osdp.profiler.step.snapshot import iterators_in, tensors_in, untouched
 from lightning_osdp.profiler.step_time import Seconds, Together, alone, time_step
@@ -71,7 +71,7 @@ def profile_model(
     training: TrainingStep = _OWN_TRAINING,
     *,
     rates: DeviceRates | None = None,
-    activations: Sequence[str] = ("keep", "recompute"),
+    activations: Sequence[str] = DEFAULT_ACTIVATIONS,
     blocks: Collection[str] | None = None,
     together: Together = alone,
     progress: Progress = silent,
@@ -127,9 +127,9 @@ def profile_model(
         operators = find_operators(module, trace.calls)
         segments, levels = profile_segments(operators, trace, seconds), {}
         if SELECTIVE in activations and again:
-            # by the rates of another device nothing is timed: its host is taken to be ahead
-            overhead = level_overhead() if rates is None else LevelOverhead(0.0, 0.0)
-            has_device = device.type != "cpu"
+            # by the rates of another device nothing is timed
+            overhead = level_overhead if rates is None else partial(stated_overhead, rates)
+            has_device = device.type != "cpu" if rates is None else rates.is_cuda
             levels = levels_of_blocks(trace, segments, again[batch_size], batch_size, overhead, has_device=has_device)
             progress("tracing levels of recomputation", "")
             trace = with_levels(step, trace, {name: of.kept for name, of in levels.items()})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -333,15 +334,22 @@ def levels_of_blocks(
     segments: Sequence[Segment],
     again: Mapping[str, Again],
     size: int,
-    overhead: LevelOverhead,
+    overhead: Callable[[], LevelOverhead],
     *,
     has_device: bool,
 ) -> dict[str, BlockLevels]:
     """Levels of each block of a trace, from its work with ``size`` samples; blocks that do the same have the same.
 
-    ``has_device`` says that the host does not compute itself.
+    Args:
+        trace: with blocks that recompute.
+        segments: of the model in which all blocks keep what they save.
+        again: work of each block.
+        size: number of samples.
+        overhead: called once, and only if a block has levels without any.
+        has_device: whether the host does not compute itself.
     """
     found: dict[Hashable, BlockLevels] = {}
+    overhead = cache(overhead)
     for name, (first, last) in trace.blocks.items():
         work = again[name]
         if work.kind not in found:
@@ -351,17 +359,20 @@ def levels_of_blocks(
                 for of in (trace.activations, trace.saving_less["recompute"])
             )
             computing_s = sum((segment.forward_s + segment.backward_s).at(size) for segment in own)
-            overhead_s = overhead.seconds(work.num_operations, computing_s if has_device else 0.0)
-            levels = find_levels(
+            find = partial(
+                find_levels,
                 [
                     Result(own[each.segment].forward_s.at(size) * each.share, float(each.num_bytes))
                     for each in work.results
                 ],
                 nothing_s=_rerun_s_at(own, size, work, ()),
                 everything_bytes=float(kept_bytes - least_bytes),
-                overhead_s=overhead_s,
                 most=len(LEVELS),
             )
+            levels, overhead_s = find(), 0.0
+            if levels.kept:
+                overhead_s = overhead().seconds(work.num_operations, computing_s if has_device else 0.0)
+                levels = find(overhead_s=overhead_s)
             found[work.kind] = BlockLevels(*levels, overhead_s)
     return {name: found[again[name].kind] for name in trace.blocks}
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import Span
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.operation_time import Operation, OperationRecorder
@@ -73,6 +74,15 @@ class LevelOverhead(NamedTuple):
         """
         hidden_s = max(0.0, computing_s - self.plain_s * num_operations)
         return max(0.0, self.more_s * num_operations - hidden_s)
+
+
+_OF_A_HOST = LevelOverhead(plain_s=35e-6, more_s=28e-6)
+"""`level_overhead` of a core of an AMD EPYC, torch 2.13.0, 2026-11-26: for machines that are only described."""
+
+
+def stated_overhead(rates: DeviceRates) -> LevelOverhead:
+    """Overhead of a host whose device has these rates; none where the device is the host itself."""
+    return _OF_A_HOST if rates.is_cuda else LevelOverhead(0.0, 0.0)
 
 
 def level_overhead() -> LevelOverhead:

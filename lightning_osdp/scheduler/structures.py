@@ -152,7 +152,8 @@ def slices(attempt: Attempt) -> Iterator[Setting]:
 def saving_blocks(attempt: Attempt) -> Iterator[Setting]:
     """Blocks that may save less: units of their own, each as it likes; then all of them, with units inside, too.
 
-    Where units may not be shared, only with units inside.
+    Where units may not be shared, only with units inside. Levels are tried beside the same without them: where links
+    decide, a search with more choices may end at a slower step.
     """
     setting = attempt.base
     every = _all_alike(attempt, setting)
@@ -160,7 +161,9 @@ def saving_blocks(attempt: Attempt) -> Iterator[Setting]:
         return
     bases = [setting, *_apart(attempt, setting)]
     if attempt.space.share_units:
-        yield from block_units(setting, attempt.space.saves)
+        without_levels = tuple(value for value in attempt.space.saves if value not in LEVELS)
+        for saves in dict.fromkeys((without_levels, attempt.space.saves)):
+            yield from block_units(setting, saves)
         bases += block_units(setting)
     for chosen in every:
         yield from (each.with_blocks(chosen) for each in bases)

@@ -252,6 +252,26 @@ def test_levels_are_chosen_block_by_block_where_they_are_offered_and_never_other
     assert max(gains) > 1.03
 
 
+def test_levels_change_nothing_where_there_is_memory_for_everything(deep, cluster):
+    whole, found = (plan(deep, cluster, 10**6, search_space=space) for space in (RECOMPUTE, SELECTIVE))
+    assert found == dataclasses.replace(whole, search_space=SELECTIVE)
+
+
+def test_levels_are_said_to_gain_nothing_where_computing_hides_behind_links(deep, cluster):
+    ranks = dataclasses.replace(cluster(2, seconds_per_byte=0.05), overlaps=True)
+    most = plan(deep, cluster, 10**6).peak_bytes
+    num_recomputing = 0
+    for limit_bytes in range(most - 100, 1000, -200):
+        options = {"memory_limit_bytes": limit_bytes, "micro_batch_size": 1}
+        try:
+            whole, found = (make_plan(deep, ranks, search_space=space, **options) for space in (RECOMPUTE, SELECTIVE))
+        except InfeasibleError:
+            break
+        num_recomputing += len(whole.blocks)
+        assert found.step_time_s == pytest.approx(whole.step_time_s, rel=1e-3)
+    assert num_recomputing > 0
+
+
 @pytest.fixture
 def at_levels(deep, cluster):
     found = plan(deep, cluster, plan(deep, cluster, 10**6).peak_bytes - 1000, search_space=SELECTIVE)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_osdp.core.axes import (
     ACTIVATION_CHOICES,
+    DEFAULT_ACTIVATIONS,
     NAMED_MODES,
     SELECTIVE,
     STATIONARY,
@@ -37,10 +38,10 @@ class SearchSpace:
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""
-    activations: tuple[str, ...] = ("keep", "recompute")
+    activations: tuple[str, ...] = DEFAULT_ACTIVATIONS
     """Choices of a block for the tensors that it saves for backward; ``keep`` is always among them. ``offload`` and
     ``recompute_offload`` are for devices with memory of their own; ``selective`` recomputes all but results of some
-    matrix products, convolutions and attentions."""
+    matrix products, convolutions and attentions, and is for blocks that may recompute."""
     min_unit_bytes: int | None = None
     """Operators with fewer parameter bytes join their parent's unit; None: 64 KiB, or 1% of the model if less."""
     share_units: bool = True

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_osdp.core.axes import DEFAULT_ACTIVATIONS
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
@@ -61,7 +62,7 @@ class DescribedModel:
         rates: DeviceRates,
         *,
         precision: str = "bf16-mixed",
-        activations: Sequence[str] = ("keep", "recompute"),
+        activations: Sequence[str] = DEFAULT_ACTIVATIONS,
         progress: Progress = silent,
     ) -> ModelProfile:
         """Profile of the model by the rates of a device.
