@@ -47,12 +47,16 @@ class Agreement:
       gradients, or wait for each other for ever. In the first steps each rank reports a collective before it runs it,
       because it cannot report while it waits. In an evaluation each rank reports before it gathers a unit for the
       second time in one step: generated text may be longer on one rank than on another.
+    - Units that move activations tell each other the numbers of rows that ranks have before each exchange in forward,
+      and that all ranks have come to this unit. In backward they do so in the first steps, as others do.
     - Buffers are those of rank 0 when training begins. Buffers that have changed are taken from rank 0 before each step
       of an optimizer.
     - All ranks refuse a step if one rank finds writes to unsharded parameters that its shards cannot take over.
     """
 
-    def __init__(self, root: nn.Module, groups: Sequence[Any], writes: unsharded.GatheredWrites) -> None:
+    def __init__(
+        self, root: nn.Module, groups: Sequence[Any], writes: unsharded.GatheredWrites, *, num_exchanging: int = 0
+    ) -> None:
         world = dist.group.WORLD
         self._group = _own_group(world) if world is not None and world.size() > 1 else None
         self._num_steps = 0
@@ -60,6 +64,7 @@ class Agreement:
         self._is_paused = False
         self._gathered: set[int] | None = None  # units in this step of an evaluation
         self._groups = tuple(groups)
+        self._num_exchanging = num_exchanging  # units that move activations, which are numbered after all others
         parameters: list[nn.Parameter] = []
         self._starts: list[int] = []
         for index, group in enumerate(groups):
@@ -137,7 +142,7 @@ class Agreement:
         written, used = self._writes.reports(), list[int](self._has_gradient)
         if self._group is not None:
             is_early = self._num_steps < _NUM_CHECKED
-            if is_early:
+            if is_early or self._num_exchanging:
                 self._check(_STEP)
             if is_early or self._num_steps % _STEPS_BETWEEN == 0:
                 self._check_nodes()
@@ -213,19 +218,51 @@ class Agreement:
             self._watch.is_announced = False
 
     def _note_collective(self, unit: int, is_reduction: bool) -> None:
+        if not self._is_paused:
+            self._note(2 * unit + is_reduction)
+
+    def rows_of_ranks(self, unit: int, num_rows: int) -> Sequence[int]:
+        """Numbers of rows that ranks give a unit that moves activations, by rank. Call it on all ranks.
+
+        Args:
+            unit: number of the unit among those that move activations.
+            num_rows: number of rows of this rank.
+
+        Raises:
+            RanksApartError: another rank runs another unit at this time.
+        """
+        if self._group is None:
+            return [num_rows]
         if self._is_paused:
-            return
-        event = 2 * unit + is_reduction
+            return [num_rows] * self._group.size()
+        return self._note(2 * (len(self._groups) + unit), num_rows)
+
+    def note_exchange(self, unit: int) -> None:
+        """Notes an exchange in backward of a unit that moves activations."""
+        if self._group is not None and not self._is_paused:
+            self._note(2 * (len(self._groups) + unit) + 1)
+
+    def _note(self, event: int, num_rows: int | None = None) -> Sequence[int]:
+        """Notes an event that all ranks come to; returns the numbers of rows of all ranks where there is one."""
         self._order = (self._order * 31 + event + 1) % _PRIME
         is_again = self._gathered is not None and event in self._gathered
         if self._gathered is not None:
             self._gathered.add(event)
-        if is_again or self._num_steps < _NUM_CHECKED:
-            self._check(event)
+        if num_rows is not None or is_again or self._num_steps < _NUM_CHECKED:
+            return self._check(event, num_rows or 0)
+        return ()
 
-    def _check(self, event: int) -> None:
-        """Raises `RanksApartError` unless all ranks report the same number."""
-        _check_same(*self._largest([event, -event]))
+    def _check(self, event: int, num_rows: int = 0) -> Sequence[int]:
+        """Raises `RanksApartError` unless all ranks report the same number; returns the numbers of rows of all ranks.
+
+        Where units move activations, all reports have one length: those that do not go together are told apart.
+        """
+        rows = [0] * self._group.size() if self._num_exchanging and self._group is not None else []
+        if rows:
+            rows[dist.get_rank()] = num_rows
+        most, negated_least, *rows = self._largest([event, -event, *rows])
+        _check_same(most, negated_least)
+        return rows
 
     def _check_nodes(self) -> None:
         """Raises `RanksApartError` unless all nodes have the same values of units that each of them has all of."""

@@ -19,8 +19,10 @@ from typing_extensions import override
 
 from lightning_osdp.apply.internals import access
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.engine import effects_of
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError, ProfileError
 from lightning_osdp.splitting import SplitModule, compiled_whole, parameter_like, split, splittable
+from lightning_osdp.stationary import is_stationary, refusal
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +93,7 @@ def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     _check_parameters(plan, module)
     _check_compiled(plan, module)
     _check_slices(plan, module)
+    _check_exchanges(plan, module)
     call_layers_in_evaluation(module)
     return modules
 
@@ -155,6 +158,24 @@ def _check_slices(plan: Plan, module: nn.Module) -> None:
             raise PlanMismatchError(
                 f"Expected operator {unit.name!r} to have a feature for each of its {unit.num_slices} slices, but it"
                 f" has {features[unit.name]}. Plan anew by leaving out `plan=`."
+            )
+
+
+def _check_exchanges(plan: Plan, module: nn.Module) -> None:
+    """Raises a `ConfigurationError` where a unit is to move activations, and its operators cannot."""
+    for unit in plan.units:
+        if not effects_of(unit.treatments[0]).exchanges:
+            continue
+        why = "it is the root" if not unit.name else refusal(module, unit.exchange, unit.operators)
+        if not why and unit.wrapped_modules != unit.operators:
+            why = f"its modules are {list(unit.wrapped_modules)} and its operators {list(unit.operators)}"
+        blocks = [block.name for block in plan.blocks if block.name in unit.operators]
+        if not why and blocks:
+            why = f"{blocks[0]!r} is a block that keeps less"
+        if why:
+            raise ConfigurationError(
+                f"Expected unit {unit.name!r} to be able to move activations as {unit.exchange!r}, as the plan says,"
+                f" but {why}. Plan anew by leaving out `plan=`, or have the unit move weights."
             )
 
 
@@ -329,7 +350,7 @@ class UnitInitializer:
     def _units_hidden(self, modules: list[nn.Module]) -> Iterator[None]:
         """Hides sharded units from ``reset_parameters``, which would fill each shard with the same values."""
         units = [
-            (parent, name, child) for parent in modules for name, child in parent._modules.items() if _is_unit(child)
+            (parent, name, child) for parent in modules for name, child in parent._modules.items() if _is_done(child)
         ]
         for parent, name, unit in units:
             parent._modules[name] = _Sharded(self._paths[unit])
@@ -340,8 +361,9 @@ class UnitInitializer:
                 parent._modules[name] = unit
 
 
-def _is_unit(module: object) -> bool:
-    return isinstance(module, FSDPModule)
+def _is_done(module: object) -> bool:
+    """Tells if a module has been made a unit, or to move activations."""
+    return isinstance(module, FSDPModule) or is_stationary(module)
 
 
 class _Sharded(nn.Module):
@@ -375,7 +397,7 @@ def _reset(module: nn.Module) -> Any:
 def children_first(module: nn.Module) -> Iterator[nn.Module]:
     """Modules of one unit in the order in which constructors initialise them: a parent has the last word."""
     for child in module.children():
-        if not _is_unit(child):
+        if not _is_done(child):
             yield from children_first(child)
     yield module
 

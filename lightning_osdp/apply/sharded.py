@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_osdp.apply import state
 from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, is_inside, with_recomputed
 from lightning_osdp.apply.agreement import Agreement
+from lightning_osdp.apply.exchanging import ExchangingUnits
 from lightning_osdp.apply.internals import (
     access,
     backward,
@@ -43,7 +44,7 @@ from lightning_osdp.core.axes import Treatment, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
-from lightning_osdp.engine import DEFAULT, check_change, engine_of
+from lightning_osdp.engine import DEFAULT, check_change, effects_of, engine_of
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import cuts_of, join_names
 
@@ -89,10 +90,20 @@ class ShardedModel:
         self.reusable: Any = None
         self.check_options: Callable[[Plan], None] = access.do_nothing
         self._forwards, self._meshes, self._world = BlockForwards(module, device), Meshes(device), dist.group.WORLD
+        self._exchanging = ExchangingUnits(
+            module,
+            plan,
+            self._meshes,
+            precision=mixed_precision,
+            initialize=initialize,
+            rows_of_ranks=lambda *numbers: self._agreement.rows_of_ranks(*numbers),  # noqa: PLW0108 (not there yet)
+            before_backward=lambda number: self._agreement.note_exchange(number),  # noqa: PLW0108
+        )
         if plan is not None:
             self._forwards.choose(plan.blocks, units=[unit.name for unit in units])
             self._meshes.add_nodes(plan)
-        shard(self.units, partial(arguments_of, meshes=self._meshes), mixed_precision, initialize)
+        arguments = partial(arguments_of, meshes=self._meshes)
+        shard(self.units, arguments, mixed_precision, initialize, self._exchanging.parameters)
         access.begin(module)
         access.check_units(module)
         for unit in self.units:
@@ -121,7 +132,7 @@ class ShardedModel:
         for group in self._groups:
             unsharded.Freezing(group)
         self._reduce_scatters = in_flight.ReduceScatters(module, self._groups)
-        self._agreement = Agreement(module, self._groups, self._writes)
+        self._agreement = Agreement(module, self._groups, self._writes, num_exchanging=self._exchanging.num_units)
         self._waiting = backward.WaitingForwards(module)
         access.set_owner(module, self)
         self.carry_hooks()
@@ -383,11 +394,13 @@ class ShardedModel:
         for group in self._groups:
             for parameter, gradient in backward.sharded_zeros(group):
                 parameter.grad = gradient
+        self._exchanging.set_zero_gradients()
 
     @property
     def shards(self) -> list[nn.Parameter]:
         """Shards of all parameters that this rank holds."""
-        return [parameter for group in self._groups for parameter, _ in access.parameters_of(group)]
+        gathered = [parameter for group in self._groups for parameter, _ in access.parameters_of(group)]
+        return gathered + self._exchanging.parameters
 
     def names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
         """Names, in the user's own module, of the parameters in each group of an optimizer.
@@ -406,7 +419,11 @@ class ShardedModel:
     @contextmanager
     def gathered(self, module: nn.Module, *, writes: bool) -> Iterator[None]:
         """Gives a module of the model whole parameters within the context; ``writes`` keeps their changes."""
-        with self._opened(), sharding.without_fully_shard(module, self._groups, writes=writes):
+        with (
+            self._opened(),
+            sharding.without_fully_shard(module, self._groups, writes=writes),
+            self._exchanging.whole(module, writes=writes),
+        ):
             yield
 
     @contextmanager
@@ -494,6 +511,8 @@ def _begin(
 def _planned_units(module: nn.Module, plan: Plan, initialize: Callable[[nn.Module], None]) -> Iterator[ShardedUnit]:
     modules = prepared(module, plan)
     for unit in plan.units:
+        if effects_of(unit.treatments[0]).exchanges:
+            continue
         if unit.num_slices == 1:
             parts = [tuple(modules[name] for name in unit.wrapped_modules)]
         else:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
-from lightning_osdp.splitting import JoinedShards, cut_states, cuts_of, gathered, group_of_rows, join_names, join_states
+from lightning_osdp.splitting import JoinedShards, cut_of, cut_states, cuts_of, gathered, join_names, join_states
 
 
 def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any]:
@@ -267,14 +267,15 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: o
 
 
 def _rows(whole: Tensor, like: DTensor) -> DTensor:
-    """DTensor of this rank's rows of a whole tensor, as a view, with the layout of another one; a DTensor unchanged."""
+    """DTensor of this rank's part of a whole tensor, as a view, with the layout of another one; a DTensor unchanged."""
     if isinstance(whole, DTensor):
         return whole
-    group = group_of_rows(like)
-    if group is None:  # each rank has all of a scalar
+    cut = cut_of(like)
+    if cut is None:  # a scalar
         return dtensors.of_rows(whole.detach(), like)
-    first = min(group.rank() * -(-len(like) // group.size()), len(like))  # as torch.chunk cuts
-    return dtensors.of_rows(whole.detach().narrow(0, first, len(like.to_local())), like)
+    group, dim = cut
+    first = min(group.rank() * -(-like.shape[dim] // group.size()), like.shape[dim])  # as torch.chunk cuts
+    return dtensors.of_rows(whole.detach().narrow(dim, first, like.to_local().shape[dim]), like)
 
 
 def _own_rows(value: Any, parameter: object) -> Any:

@@ -13,7 +13,6 @@ from lightning_osdp.apply.internals import gathering, resident
 from lightning_osdp.apply.units import Meshes, ShardedUnit
 from lightning_osdp.core.axes import AXES, Treatment
 from lightning_osdp.engine import effects_of
-from lightning_osdp.errors import ConfigurationError
 
 
 def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
@@ -59,18 +58,8 @@ def _reduce(unit: ShardedUnit, is_last: bool) -> None:
         unit.handle.set_reshard_after_backward(is_last, recurse=False)
 
 
-def _moves(unit: ShardedUnit, _: Meshes) -> dict[str, Any]:
-    """Refuses what is planned and priced, and cannot be run yet."""
-    if effects_of(unit.treatment).exchanges:
-        raise ConfigurationError(
-            f"Expected units that move weights, got {unit.name!r}, which moves activations: such plans can be made and"
-            " compared, but not trained yet. Plan without 'stationary' among SearchSpace(modes=...)."
-        )
-    return {}
-
-
 APPLIERS: Mapping[str, Applier] = {
-    "moves": Applier(make=_moves),
+    "moves": Applier(),  # units that move activations are none of `fully_shard`: see `exchanging`
     "home": Applier(make=lambda unit, meshes: {"mesh": meshes.mesh_for(unit.treatment)}),
     "keep": Applier(
         make=lambda unit, _: {"reshard_after_forward": not effects_of(unit.treatment).is_kept}, change=_leave

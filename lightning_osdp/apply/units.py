@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -72,6 +72,13 @@ class Meshes:
             return self._all_ranks
         assert self.nodes is not None
         return self.nodes
+
+    def warm_up_exchanges(self) -> None:
+        """Runs an all-to-all over all ranks, as `warm_up` runs other collectives."""
+        if self._device.type != "cpu":
+            group = self._all_ranks.get_group()
+            given = torch.zeros(group.size(), device=self._device)
+            dist.all_to_all_single(torch.empty_like(given), given, group=group)
 
     @contextmanager
     def faked(self, groups: Sequence[Any]) -> Iterator[None]:
@@ -197,6 +204,7 @@ def shard(
     arguments: Callable[[ShardedUnit], Mapping[str, Any]],
     precision: MixedPrecision | None,
     initialize: Callable[[nn.Module], None],
+    ignored: Collection[nn.Parameter] = (),
 ) -> None:
     """Calls ``fully_shard`` for all units, inner units before outer ones and the root last.
 
@@ -208,6 +216,7 @@ def shard(
         arguments: gives the arguments of ``fully_shard`` that the treatment of a unit asks for.
         precision: None for the dtypes of the parameters.
         initialize: gives the tensors of a module storage and values.
+        ignored: parameters that are sharded already.
     """
     (root,) = (unit.handle for unit in units if not unit.name)
     places = {module: place for place, module in enumerate(dict.fromkeys(children_first(root)))}
@@ -221,7 +230,8 @@ def shard(
         with sharding.scalars_as_rows(unit.modules):
             fully_shard(
                 list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
-                mp_policy=_policy(unit, precision),
+                mp_policy=policy_of(unit, precision),
+                ignored_params=set(ignored) or None,
                 **arguments(unit),
             )
         for child, name, attributes in kept:
@@ -246,11 +256,11 @@ def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, reached: Sequence[
     Args:
         units: root first, then in the order in which forward enters them.
         engine: what is gathered ahead at all.
-        reached: names of units in the order in which backward comes to them, see `Plan.reached`.
+        reached: names of units, and perhaps others, in the order in which backward comes to them, see `Plan.reached`.
     """
     (root,) = (unit for unit in units if not unit.name)
     inner = {unit.name: unit for unit in units if unit.name}
-    order = [inner[name] for name in reached] if reached else _reached(units)
+    order = [inner[name] for name in reached if name in inner] if reached else _reached(units)
     for unit in set(inner.values()).difference(order):
         _gather_in_backward(unit, None)
     for unit, following in _followed([root, *order]):
@@ -295,7 +305,7 @@ def _own_parameters(unit: ShardedUnit) -> Iterator[tuple[nn.Module, str, nn.Para
             yield from ((child, name, p) for name, p in child._parameters.items() if p is not None)
 
 
-def _policy(unit: ShardedUnit, precision: MixedPrecision | None) -> MixedPrecisionPolicy:
+def policy_of(unit: ShardedUnit, precision: MixedPrecision | None) -> MixedPrecisionPolicy:
     """Precision as Lightning's FSDP strategy sets it: inputs are cast for the root; exempt modules keep their dtype."""
     if precision is None:
         return MixedPrecisionPolicy()

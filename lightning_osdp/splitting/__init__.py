@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_osdp.splitting.module import SplitModule, cut_states, cuts_of, join_names, join_states, parameter_like
-from lightning_osdp.splitting.sharded import JoinedShards, gathered, group_of_rows
+from lightning_osdp.splitting.sharded import JoinedShards, cut_of, gathered
 from lightning_osdp.splitting.splitters import compiled_whole, cut_dims, split, splittable
 
 __all__ = [
@@ -11,10 +11,10 @@ __all__ = [
     "SplitModule",
     "compiled_whole",
     "cut_dims",
+    "cut_of",
     "cut_states",
     "cuts_of",
     "gathered",
-    "group_of_rows",
     "join_names",
     "join_states",
     "parameter_like",

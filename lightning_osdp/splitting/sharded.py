@@ -134,10 +134,11 @@ def gathered(shards: Any) -> Tensor:
     buffers.
     """
     whole: Tensor
-    group = group_of_rows(shards)
-    if group is None:
+    cut = cut_of(shards)
+    if cut is None or cut[1]:
         whole = shards.full_tensor().clone()  # full_tensor() may be a view of the shard
         return whole
+    group = cut[0]
     local = shards.to_local()
     num_rows = -(-len(shards) // group.size())
     buffer = local.new_empty(num_rows * group.size(), *local.shape[1:])
@@ -148,12 +149,12 @@ def gathered(shards: Any) -> Tensor:
     return whole
 
 
-def group_of_rows(shards: DTensor) -> dist.ProcessGroup | None:
-    """Process group over which the rows of a DTensor are cut; None where it is cut in another way.
+def cut_of(shards: DTensor) -> tuple[dist.ProcessGroup, int] | None:
+    """Process group over which a DTensor is cut, and the dimension along which; None where each rank has all of it.
 
-    Ranks outside of the group may have the same rows, as those of other nodes do.
+    Ranks outside of the group may have the same part, as those of other nodes do.
     """
-    cut = [dim for dim, placement in enumerate(shards.placements) if not placement.is_replicate()]
-    if [shards.placements[dim] for dim in cut] != [Shard(0)]:
-        return None
-    return shards.device_mesh.get_group(cut[0])
+    for mesh_dim, placement in enumerate(shards.placements):
+        if isinstance(placement, Shard):
+            return shards.device_mesh.get_group(mesh_dim), placement.dim
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,9 @@ _ALSO_ELEMENTWISE = frozenset(
     }
 )  # fmt: skip
 """Operations of torch that treat all elements alike, and are not marked so."""
+_OF_GRADIENTS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
+_NUM_CHECKED = 2
+"""Number of rows on which a function is checked."""
 _MOST_KNOWN = 1000
 """Number of functions, each with its arguments, that a pair remembers."""
 
@@ -81,30 +85,23 @@ class Features(Tensor):
         pair, call, lead = own.pair, own.call, own.lead
         with DisableTorchFunctionSubclass():
             shape = own.shape
+            if func in _OF_GRADIENTS:
+                _refuse(pair, func, "of gradients")
             for each in leaves:
                 if isinstance(each, Tensor) and not isinstance(each, Features) and each.numel() > 1:
                     _refuse(pair, func, f"of another tensor, of shape {tuple(each.shape)}")
+            # Autograd saves plain tensors: backward, where other modes may be in between, meets no `Features`.
+            run = partial(func, *tree_map(_plain, args), **tree_map(_plain, kwargs))
             key = _key(func, args, kwargs)
             is_random = pair.known.get(key)
             if is_random is None:
-                found = _Elementwise()
-
-                def checked() -> Any:
-                    with found:
-                        return func(*args, **kwargs)
-
-                result = _drawn(checked, call, own.device, lambda: found.is_random)
-                if found.other:
-                    _refuse(pair, func, f"which runs {found.other}")
+                is_random = _checked(pair, func, args, kwargs)
                 if key is not None and len(pair.known) < _MOST_KNOWN:
-                    pair.known[key] = found.is_random
-            elif is_random:
-                result = _drawn(lambda: func(*args, **kwargs), call, own.device, lambda: True)
-            else:
-                result = func(*args, **kwargs)
+                    pair.known[key] = is_random
+            result = _drawn(run, call, own.device) if is_random else run()
 
             def wrapped(value: Any) -> Any:
-                if not isinstance(value, Tensor) or isinstance(value, Features):
+                if not isinstance(value, Tensor):
                     return value
                 if value.shape != shape:
                     _refuse(pair, func, f"which makes shape {tuple(value.shape)} of {tuple(shape)}")
@@ -134,6 +131,10 @@ class _Elementwise(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _plain(value: Any) -> Any:
+    return value.plain() if isinstance(value, Features) else value
+
+
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """Function with its arguments, tensors as their places; None where they cannot be remembered."""
     key = (func, tree_map(_without_values, args), tuple(tree_map(_without_values, kwargs).items()))
@@ -148,20 +149,37 @@ def _without_values(value: Any) -> Any:
     return Tensor if isinstance(value, Tensor) else value
 
 
-def _drawn(run: Callable[[], Any], call: Call, device: torch.device, is_random: Callable[[], bool]) -> Any:
-    """Runs a function with random numbers of this rank; where it drew none, the state of before is there again.
+def _checked(pair: Pair, func: Any, args: Any, kwargs: Any) -> bool:
+    """Tells if a function draws random numbers; refuses it if it is not elementwise. It is run on a few rows."""
 
-    The state goes on in the same way on all ranks, and where a block runs again, whatever the function drew.
+    def few(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.plain().detach()[..., :_NUM_CHECKED, :].clone() if isinstance(value, Features) else value.detach()
+
+    given = tree_map(few, (args, kwargs))
+    with torch.no_grad(), torch.random.fork_rng(_devices_in(given)), _Elementwise() as found:
+        func(*given[0], **given[1])
+    if found.other:
+        _refuse(pair, func, f"which runs {found.other}")
+    return bool(found.is_random)
+
+
+def _drawn(run: Callable[[], Any], call: Call, device: torch.device) -> Any:
+    """Runs a function with random numbers of this rank.
+
+    Generators go on in the same way on all ranks, and where a block runs again.
     """
+    seed = int(torch.randint(2**62, (), device="cpu")) + call.rank
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        seed = int(torch.randint(2**62, (), device="cpu")) + call.rank
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
-        result = run()
-    if is_random():
-        torch.randint(2**62, (), device="cpu")
-    return result
+        return run()
+
+
+def _devices_in(values: Any) -> list[torch.device]:
+    return list({each.device for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_cuda})
 
 
 def _refuse(pair: Pair, func: Any, why: str) -> NoReturn:

@@ -51,9 +51,9 @@ class Ranks:
     dtype: torch.dtype | None = None
     """Precision to compute in; None for that of the parameters."""
     casts_inputs: bool = False
-    """Whether inputs are cast to that precision."""
+    """True if inputs are cast to that precision."""
     gathers_again: bool = False
-    """Whether inputs are gathered a second time in backward, and not kept. Rows and embeddings keep none anyway."""
+    """True if inputs are gathered a second time in backward, and not kept. Rows and embeddings keep none anyway."""
 
     def call(self, num_rows: int) -> Call:
         """Begins a call of an operator, which all ranks make at a time."""

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_osdp.apply.treatments import APPLIERS, Applier, arguments_of, change
+from lightning_osdp.apply.treatments import APPLIERS, Applier, change
 from lightning_osdp.apply.units import ShardedUnit
-from lightning_osdp.core.axes import AXES, DP, HDP, STATIONARY, ZDP
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.core.axes import AXES, DP, HDP, ZDP
 
 
 def test_every_axis_of_units_has_an_applier():
@@ -30,12 +29,3 @@ def test_a_change_goes_through_the_axes_that_differ_and_can_change(monkeypatch, 
         monkeypatch.setitem(APPLIERS, axis, Applier(change=lambda *_, axis=axis: changed.append(axis)))
     change(ShardedUnit("layer", (SimpleNamespace(),), after), None, before)
     assert changed == expected
-
-
-def test_a_unit_that_moves_activations_is_refused_as_long_as_nothing_carries_it_out():
-    with pytest.raises(ConfigurationError) as caught:
-        arguments_of(ShardedUnit("layer", (SimpleNamespace(),), STATIONARY), None)
-    assert str(caught.value) == (
-        "Expected units that move weights, got 'layer', which moves activations: such plans can be made and compared,"
-        " but not trained yet. Plan without 'stationary' among SearchSpace(modes=...)."
-    )

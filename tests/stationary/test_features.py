@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.errors import ConfigurationError
@@ -70,6 +71,7 @@ OTHERS = {
     "channels": lambda x: F.dropout1d(x[None], 0.5)[0],
     "item": lambda x: x.max().item(),
     "joined": lambda x: torch.cat([x, x]),
+    "hooked": lambda x: x.register_hook(print),
 }
 
 
@@ -88,6 +90,24 @@ def test_an_error_says_which_function():
         F.softmax(features(torch.randn(4, 3)), -1)
 
 
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.classes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.classes |= {type(each) for each in args if isinstance(each, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_meets_plain_tensors_alone():
+    values = torch.randn(4, 3, requires_grad=True)
+    found = F.silu(F.dropout(F.gelu(features(values)), 0.5)).plain().sum()
+    with Seen() as seen:
+        found.backward()
+    assert seen.classes == {torch.Tensor}
+
+
 def masks(rank, times=1):
     torch.manual_seed(0)
     pair = Pair("up", "down")
@@ -95,7 +115,7 @@ def masks(rank, times=1):
 
 
 def test_dropout_draws_other_numbers_on_each_rank_and_the_same_with_one_seed():
-    (of_0,), (of_1,), again = masks(0), masks(1), masks(0)[0]
+    (of_0,), (of_1,), (again,) = masks(0), masks(1), masks(0)
     assert torch.equal(of_0, again)
     assert 0.55 < (of_0 == of_1).float().mean() < 0.7  # 0.75 ** 2 + 0.25 ** 2 = 0.625
     assert 0.7 < (of_0 > 0).float().mean() < 0.8

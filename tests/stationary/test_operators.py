@@ -101,6 +101,15 @@ def test_the_second_of_a_pair_takes_only_what_the_first_has_made(one_rank):
         model.down(other.up(torch.randn(2, 5)))
 
 
+def test_elementwise_functions_may_write_in_place(one_rank):
+    whole = Model()
+    whole.act = nn.ReLU(inplace=True)
+    model, x = changed(copy.deepcopy(whole)), torch.randn(3, 5)
+    for each in (whole, model):
+        each.down(each.act(each.up(x))).square().sum().backward()
+    assert torch.allclose(model.up.weight.grad.full_tensor(), whole.up.weight.grad, atol=1e-5)
+
+
 def test_inputs_with_other_features_are_refused_before_ranks_agree(one_rank):
     model = changed(Model())
     with pytest.raises(RuntimeError, match="Expected an input with 5 features, got one of shape"):

@@ -186,7 +186,7 @@ def without_fully_shard(module: nn.Module, groups: Sequence[Any], *, writes: boo
         for parameter in group.fsdp_params:
             info = parameter._module_info
             if not inside.isdisjoint((info.module, *info.shared_modules)):
-                whole[parameter] = _whole_parameter(parameter.sharded_param)
+                whole[parameter] = whole_parameter(parameter.sharded_param)
     with ExitStack() as stack:
         stack.callback(_gather_again, groups)  # called last, when all modules are units again
         for state in states:
@@ -214,7 +214,7 @@ def _gather_again(groups: Sequence[Any]) -> None:
             group.modules[0].unshard()
 
 
-def _whole_parameter(sharded: DTensor, *, copies: bool = False) -> nn.Parameter:
+def whole_parameter(sharded: DTensor, *, copies: bool = False) -> nn.Parameter:
     """Whole parameter of a shard, with attributes that users have set, in memory that is not the shard."""
     value = sharded.full_tensor().detach()
     is_shard = value.data_ptr() == dtensors.local(sharded).data_ptr()
@@ -313,7 +313,7 @@ def undo_fully_shard(module: nn.Module) -> None:
             handles += group._module_to_pre_load_state_dict_hook_handle.values()
             group._to_sharded()
             for parameter in group.fsdp_params:
-                whole[parameter] = _whole_parameter(parameter.sharded_param, copies=True)
+                whole[parameter] = whole_parameter(parameter.sharded_param, copies=True)
                 handles.append(parameter._post_load_hook_handle)
     for parameter, value in whole.items():
         parameter._setattr_on_modules(value)

@@ -20,6 +20,7 @@ from lightning_osdp import (
     make_plan,
     profile_model,
 )
+from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.errors import OSDPError, UntraceableError
@@ -194,3 +195,17 @@ def fitted(strategy, module, **options):
     fit = trainer(strategy, **options)
     fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
     return fit
+
+
+def moving(plan, exchanges):
+    """The plan with units that move activations, each of a kind of exchange and the names of its operators."""
+    units = list(plan.units)
+    for kind, operators in exchanges:
+        own = [unit for unit in units if unit.name and set(unit.operators) <= set(operators)]
+        modules = operators if len(operators) > 1 else ()
+        unit = dataclasses.replace(
+            own[0], operators=operators, modules=modules, treatments=(STATIONARY,), exchange=kind, parameter_bytes=0
+        )
+        units[units.index(own[0])] = unit
+        units = [each for each in units if each not in own[1:]]
+    return dataclasses.replace(plan, units=tuple(units))

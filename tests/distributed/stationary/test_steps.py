@@ -169,7 +169,7 @@ def test_five_steps_equal_one_process(ranks, world_size, dtype, optimizer, optio
 
 
 def exchanges(rows):
-    """What each exchange gives, in both directions, for so many rows of each rank."""
+    """Checks what each exchange gives, in both directions, for so many rows of each rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     call = Call(dist.group.WORLD, rank, tuple(rows), lambda: None)
     generator = torch.Generator().manual_seed(0)

@@ -1,0 +1,108 @@
+"""Units that move activations: they are outside of ``fully_shard``, whose calls ignore their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+
+from lightning_osdp.apply.internals import dtensors, sharding
+from lightning_osdp.apply.units import Meshes, ShardedUnit, policy_of
+from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.engine import effects_of
+from lightning_osdp.stationary import Ranks, as_whole, make_stationary
+
+
+class ExchangingUnits:
+    """Units of a model that move activations, each of one operator or of a pair. Call methods on all ranks.
+
+    Args:
+        root: the model, which nothing has sharded yet.
+        plan: the plan that the model was checked against; None: there are no such units.
+        rows_of_ranks: gives the numbers of rows of all ranks, for the number of a unit and that of this rank's rows.
+        before_backward: is given the number of a unit before each exchange in its backward.
+
+    Attributes:
+        parameters: the parts of parameters that this rank has.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: Plan | None,
+        meshes: Meshes,
+        *,
+        precision: MixedPrecision | None,
+        initialize: Callable[[nn.Module], None],
+        rows_of_ranks: Callable[[int, int], Sequence[int]],
+        before_backward: Callable[[int], None],
+    ) -> None:
+        self._modules: list[nn.Module] = []
+        units = exchanging(plan) if plan is not None else []
+        for number, unit in enumerate(units):
+            modules = [root.get_submodule(name) for name in unit.operators]
+            for module in modules:
+                initialize(module)
+            policy = policy_of(ShardedUnit(unit.name, tuple(modules)), precision)
+            ranks = Ranks(
+                mesh=meshes.mesh_for(unit.treatments[0]),
+                rows_of_ranks=partial(rows_of_ranks, number),
+                before_backward=partial(before_backward, number),
+                dtype=policy.param_dtype,
+                casts_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
+            )
+            make_stationary(root, unit.exchange, unit.operators, ranks)
+            self._modules += modules
+        if units:
+            meshes.warm_up_exchanges()
+        self.num_units = len(units)
+        self.parameters: list[nn.Parameter] = [p for module in self._modules for p in module.parameters(recurse=False)]
+        for parameter in self.parameters:
+            dtensors.mark_shard(parameter)
+        for module in self._modules:
+            sharding.keep_attributes(module)
+            sharding.refuse_copies(module)
+
+    def set_zero_gradients(self) -> None:
+        """Gives trainable parameters gradients of zero, with the layout that backward gives them."""
+        for parameter in self.parameters:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    @contextmanager
+    def whole(self, module: nn.Module, *, writes: bool) -> Iterator[None]:
+        """Gives operators inside a module whole parameters and their own classes, within the context.
+
+        ``writes`` copies this rank's part of them to its own at the end; not done after an error.
+        """
+        inside = set(module.modules())
+        with ExitStack() as stack:
+            kept: list[tuple[nn.Module, str, Any, nn.Parameter]] = []
+            for operator in self._modules:
+                if operator in inside:
+                    stack.enter_context(as_whole(operator))
+                    parts: dict[str, Any] = dict(operator._parameters)
+                    kept += [
+                        (operator, name, part, sharding.whole_parameter(part))
+                        for name, part in parts.items()
+                        if part is not None
+                    ]
+            for operator, name, _, value in kept:
+                operator._parameters[name] = value
+            try:
+                yield
+                for _, _, parameter, value in kept if writes else ():
+                    dtensors.write_rows(parameter, value.detach())
+            finally:
+                for operator, name, parameter, _ in kept:
+                    operator._parameters[name] = parameter
+
+
+def exchanging(plan: Plan) -> list[Unit]:
+    """Units of a plan that move activations."""
+    return [unit for unit in plan.units if effects_of(unit.treatments[0]).exchanges]

@@ -1,0 +1,371 @@
+"""Training with units that move activations is training: equal to DDP, saved and resumed under any plan."""
+
+import dataclasses
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_osdp import OSDPStrategy
+from lightning_osdp.apply import change_plan
+from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.plans.plan import Block, Plan
+from lightning_osdp.stationary import is_stationary
+from lightning_osdp.strategy.dry_run import run_dry
+from tests.distributed.support.fits import largest_difference, moving, shared_folder
+from tests.distributed.support.models import GPT
+from tests.distributed.support.user_runs import Chain, ddp, difference, fitted, moved, plan_with, refusal
+from tests.tiers import slow
+
+pytestmark = pytest.mark.distributed
+
+EXCHANGES = {
+    GPT: [
+        ("embedding", ("tokens",)),
+        ("column", ("blocks.0.qkv",)),
+        ("row", ("blocks.0.proj",)),
+        ("pair", ("blocks.0.fc", "blocks.0.out")),
+        ("pair", ("blocks.1.fc", "blocks.1.out")),
+        ("column", ("head",)),
+    ],
+    Chain: [("pair", ("first", "second")), ("row", ("third",)), ("column", ("last",))],
+}
+
+
+def stationary_plan(make, kind="mixed", *, exchanges=None, blocks=(), **options):
+    """A plan whose other units take turns in the modes of a kind."""
+    plan = plan_with(make, kind, **options)
+    found = moving(plan, EXCHANGES[type(make())] if exchanges is None else exchanges)
+    return dataclasses.replace(found, blocks=tuple(blocks))
+
+
+def differences(make, *, optimizer="adamw", kind="mixed", blocks=(), dtype="float64", **options):
+    """Difference of weights and losses from DDP's, how far weights moved, and what moved activations."""
+    make = partial(make, optimizer)
+    number = options.get("accumulate_grad_batches", 1)
+    plan = stationary_plan(make, kind, blocks=blocks, dtype=dtype, num_micro_batches=number)
+    by_ddp = fitted(ddp(), make(), dtype=dtype, **options)
+    own = fitted(OSDPStrategy(plan=plan), make(), dtype=dtype, **options)
+    module = own[2].lightning_module
+    return {
+        "ddp": difference(own, by_ddp),
+        "moved": moved(by_ddp[0], make),
+        "stationary": sum(is_stationary(child) for child in module.modules()),
+        "plan": own[2].strategy.plan == Plan.from_json(plan.to_json()),
+    }
+
+
+CASES = {
+    "adamw": {"optimizer": "adamw"},
+    "accumulated": {"optimizer": "sgd", "accumulate_grad_batches": 2},
+    "norm": {"optimizer": "sgd", "gradient_clip_val": 0.05},
+    "value": {"optimizer": "sgd", "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "recomputed": {"blocks": [Block(name="blocks.0", treatment=Treatment(saves="recompute"))]},
+    "offloaded": {"blocks": [Block(name="blocks.0", treatment=Treatment(saves="offload"))]},
+}
+
+
+def cases(names, make=GPT):
+    return {name: differences(make, **CASES[name]) for name in names}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_training_equals_ddp(ranks, world_size):
+    names = [*CASES] if world_size == 2 else ["adamw", "accumulated", "norm"]
+    for found in ranks(world_size).run(cases, names=names):
+        for name, each in found.items():
+            assert each["stationary"] == 8, name
+            assert each["plan"], name
+            assert each["moved"] > 1e-3, name
+            assert each["ddp"] < (1e-7 if name == "norm" else 1e-9), name  # torch adds 1e-6 to a norm
+
+
+@pytest.mark.parametrize("world_size", [2, slow(4)])
+def test_training_of_single_precision_equals_ddp(ranks, world_size):
+    for found in ranks(world_size).run(differences, make=Chain, optimizer="sgd", dtype="float32"):
+        assert found["stationary"] == 4
+        assert found["moved"] > 1e-3
+        assert found["ddp"] < 1e-5
+
+
+def mixed_precision():
+    """As DDP's to the precision of bfloat16, beside a plan that moves weights."""
+    make = partial(GPT, "sgd")
+    options = {"precision": "bf16-mixed", "dtype": None}
+    by_ddp = fitted(ddp(), make(), **options)
+    plans = {"weights": plan_with(make, "mixed", dtype=None), "activations": stationary_plan(make, dtype=None)}
+    found = {
+        name: difference(fitted(OSDPStrategy(plan=plan), make(), **options), by_ddp) for name, plan in plans.items()
+    }
+    return {**found, "moved": moved(by_ddp[0], make)}
+
+
+def test_mixed_precision_is_as_near_to_ddp_as_where_weights_move(ranks):
+    for found in ranks(2).run(mixed_precision):
+        assert 0 < found["activations"] < max(2 * found["weights"], 2e-2)
+        assert found["moved"] > 5e-2
+
+
+class Gathering(Chain):
+    """Reads and writes whole weights while it trains."""
+
+    def on_train_batch_end(self, *_):
+        if self.trainer.global_step != 2:
+            return
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, OSDPStrategy):
+            self.first.weight.data.mul_(0.5)
+            return
+        whole = strategy.whole_state_dict(on_all_ranks=True)
+        with strategy.gathered(write_back=True):
+            assert type(self.first) is nn.Linear
+            assert not any(isinstance(parameter, DTensor) for parameter in self.parameters())
+            assert all(torch.equal(value, whole[name]) for name, value in self.state_dict().items())
+            self.first.weight.data.mul_(0.5)
+            self.first(torch.zeros(1, 7, dtype=torch.float64))  # each rank by itself
+        with strategy.gathered():
+            self.first.weight.data.mul_(7)  # is not kept
+        assert is_stationary(self.first)
+
+
+EXCHANGES[Gathering] = EXCHANGES[Chain]
+
+
+def test_gathered_modules_are_whole_and_write_back(ranks):
+    for found in ranks(2).run(differences, make=Gathering):
+        assert found["ddp"] < 1e-10
+        assert found["moved"] > 1e-3
+
+
+def saves(strategy):
+    """Trains three steps; returns the path of what it saves."""
+    folder = shared_folder()
+    keeper = ModelCheckpoint(dirpath=folder, filename="saved", every_n_train_steps=3, save_top_k=-1)
+    fitted(strategy, GPT("adamw"), callbacks=[keeper], enable_checkpointing=True, max_steps=3)
+    return str(folder / "saved.ckpt")
+
+
+def whole_round(kind):
+    """Differences of five steps from DDP's, all resumed after three: under a plan of this kind and under another."""
+    make = partial(GPT, "adamw")
+    expected = fitted(ddp(), make(), ckpt_path=saves(ddp()), max_steps=5)[0]
+    path = saves(OSDPStrategy(plan=stationary_plan(make), state_dict_type=kind))
+    plans = {"activations": stationary_plan(make, "zdp"), "weights": plan_with(make, "mixed")}
+    found = {
+        name: fitted(OSDPStrategy(plan=plan), make(), ckpt_path=path, max_steps=5)[0] for name, plan in plans.items()
+    }
+    if dist.get_rank():
+        return {}
+    return {name: largest_difference(state, expected) for name, state in found.items()} | {"path": path}
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_checkpoints_are_resumed_under_either_plan(ranks, kind):
+    found = ranks(2).run(whole_round, kind=kind)[0]
+    assert found["activations"] < 1e-9
+    assert found["weights"] < 1e-9
+
+
+def weights_of(path):
+    """Whole weights and moments that a fit of no more steps loads, summed."""
+    make = partial(GPT, "adamw")
+    state, _, fit = fitted(OSDPStrategy(plan=stationary_plan(make)), make(), ckpt_path=path, max_steps=3)
+    (optimizer,) = fit.optimizers
+    moments = [fields["exp_avg"].full_tensor().abs().sum() for fields in optimizer.state.values()]
+    return state, float(sum(moments))
+
+
+@slow
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_checkpoints_are_loaded_by_other_numbers_of_ranks(ranks, kind):
+    path = ranks(2).run(whole_round, kind=kind)[0]["path"]
+    of_two, of_four = ranks(2).run(weights_of, path=path), ranks(4).run(weights_of, path=path)
+    assert largest_difference(of_two[0][0], of_four[0][0]) == 0.0
+    assert of_two[0][1] == pytest.approx(of_four[0][1], rel=1e-12)
+
+
+def loads_under_plain_names():
+    """Loads whole weights into the module as it trains, and gives a state dict of the same."""
+    make = partial(Chain, "sgd")
+    module = make().double()
+    fit = fitted(OSDPStrategy(plan=stationary_plan(make)), module, max_steps=1)[2]
+    state = {name: value + 1 for name, value in fit.strategy.whole_state_dict(on_all_ranks=True).items()}
+    module.load_state_dict(state)
+    found = fit.strategy.whole_state_dict(on_all_ranks=True)
+    return max(float((found[name] - state[name]).abs().max()) for name in state), [*found] == [*make().state_dict()]
+
+
+def test_whole_state_dicts_are_loaded_into_parts(ranks):
+    assert ranks(2).run(loads_under_plain_names) == [(0.0, True)] * 2
+
+
+class Skipping(Chain):
+    """Does not call a layer on one rank, in one step. Between that layer and the next one that moves activations no
+    unit is gathered, which ranks would wait for after the first steps."""
+
+    units = ("first", "second", "third", "last")
+
+    def __init__(self, optimizer="adamw", *, step=0, in_evaluation=False):
+        super().__init__(optimizer)
+        self.step, self.in_evaluation = step, in_evaluation
+
+    def loss(self, batch):
+        x, y = (tensor.to(self.scale.dtype) for tensor in batch)
+        at = self.trainer.global_step >= self.step and self.in_evaluation != self.training
+        skips = at and dist.get_rank() == 1
+        hidden = torch.tanh(self.first(x))
+        hidden = torch.tanh(self.second(hidden))
+        hidden = hidden if skips else self.third(hidden)
+        return F.mse_loss(self.last(self.norm(hidden)) * self.scale, y)
+
+
+EXCHANGES[Skipping] = EXCHANGES[Chain]
+
+
+def skips(step, in_evaluation):
+    make = partial(Skipping, step=step, in_evaluation=in_evaluation)
+    options = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "val_check_interval": 1} if in_evaluation else {}
+    return refusal(lambda: fitted(OSDPStrategy(plan=stationary_plan(make, "dp"), dry_run=False), make(), **options))
+
+
+@pytest.mark.parametrize(("step", "in_evaluation"), [(0, False), (4, False), (0, True)])
+def test_ranks_that_do_not_call_an_operator_are_told_apart_before_the_exchange(ranks, step, in_evaluation):
+    for text in ranks(2).run(skips, step=step, in_evaluation=in_evaluation):
+        assert text is not None
+        assert text.startswith("RanksApartError: Expected every rank to run the same modules in the same order")
+
+
+class DryRunning(Chain):
+    """Runs a step dry when training starts, and keeps what it returns."""
+
+    def on_train_start(self):
+        before = self.trainer.strategy.whole_state_dict(on_all_ranks=True)
+        state = torch.get_rng_state()
+        self.dry = run_dry(self.trainer, self.trainer.strategy._sharded)
+        after = self.trainer.strategy.whole_state_dict(on_all_ranks=True)
+        self.stayed = torch.equal(state, torch.get_rng_state()) and all(
+            torch.equal(before[name], after[name]) for name in before
+        )
+
+
+class Indexed(GPT):
+    on_train_start = DryRunning.on_train_start
+
+
+EXCHANGES |= {DryRunning: EXCHANGES[Chain], Indexed: EXCHANGES[GPT]}
+
+
+def runs_dry():
+    found = []
+    for make in (DryRunning, Indexed):
+        module = make()
+        fitted(OSDPStrategy(plan=stationary_plan(make)), module, max_steps=1)
+        found.append((module.dry.error, module.dry.place, module.stayed))
+    return found
+
+
+def test_a_dry_run_takes_a_step_alone_and_leaves_all_as_it_was(ranks):
+    assert ranks(2).run(runs_dry) == [[("", "", True)] * 2] * 2
+
+
+class Normalized(Chain):
+    """Something between a pair that is not elementwise."""
+
+    def __init__(self, optimizer="adamw", *, between="batch"):
+        super().__init__(optimizer)
+        self.between = nn.BatchNorm1d(6) if between == "batch" else nn.Softmax(-1)
+
+    def features(self, x):
+        return torch.tanh(self.third(self.second(self.between(self.first(x)))))
+
+
+class Hooked(Chain):
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.third.register_forward_hook(lambda *_: None)
+
+
+def refusals():
+    found = {}
+    for name, make, exchanges in (
+        ("batch", partial(Normalized, between="batch"), [("pair", ("first", "second"))]),
+        ("softmax", partial(Normalized, between="softmax"), [("pair", ("first", "second"))]),
+        ("hooked", Hooked, [("row", ("third",))]),
+        ("norm", Chain, [("column", ("norm",))]),
+    ):
+        plan = stationary_plan(make, exchanges=exchanges)
+        found[name] = refusal(lambda plan=plan, make=make: fitted(OSDPStrategy(plan=plan, dry_run=False), make()))
+    return found
+
+
+TEXTS = {
+    "batch": "ConfigurationError: Expected only elementwise functions of one tensor between 'first' and 'second'",
+    "softmax": "got softmax, which runs _softmax",
+    "hooked": "ConfigurationError: Expected unit 'third' to be able to move activations as 'row', .* 'third' has hooks",
+    "norm": "'norm' is torch.nn.modules.normalization.LayerNorm",
+}
+
+
+def test_models_that_cannot_are_refused_on_all_ranks_with_the_reason(ranks):
+    for found in ranks(2).run(refusals):
+        for name, text in TEXTS.items():
+            assert found[name] is not None, name
+            assert re.search(text, found[name]), (name, found[name])
+
+
+def averages():
+    """Difference of averaged weights from DDP's."""
+    found = []
+    for strategy in (ddp(), OSDPStrategy(plan=stationary_plan(Chain))):
+        averaging = EMAWeightAveraging(decay=0.5)
+        fitted(strategy, Chain(), callbacks=[averaging])
+        found.append(averaged(averaging))
+    return largest_difference(*found) if dist.get_rank() == 0 else 0.0
+
+
+def averaged(averaging):
+    state = averaging._average_model.module.state_dict()
+    return {name.removeprefix("module."): value.detach().clone() for name, value in sorted(state.items())}
+
+
+def test_averages_of_weights_equal_those_of_ddp(ranks):
+    assert max(ranks(2).run(averages)) < 1e-10
+
+
+def evaluates():
+    """Losses of an evaluation under both strategies, and the error of a change to a plan that moves weights."""
+    make = Chain
+    module, plain = make().double(), make().double()
+    plan = stationary_plan(make)
+    options = {"max_steps": 2, "limit_val_batches": 2}
+    fit = fitted(OSDPStrategy(plan=plan), module, **options)[2]
+    other = fitted(ddp(), plain, **options)[2]
+    loader = DataLoader(module.dataset(), batch_size=7)
+    (own,), (expected,) = (
+        each.validate(model, loader, verbose=False) for each, model in ((fit, module), (other, plain))
+    )
+    changed = refusal(lambda: change_plan(module, plan_with(make, "mixed")))
+    return abs(own["val_loss"] - expected["val_loss"]), changed
+
+
+def test_evaluations_equal_ddp_and_what_moves_cannot_change(ranks):
+    for difference_of_losses, text in ranks(2).run(evaluates):
+        assert difference_of_losses < 1e-10
+        assert text.startswith("PlanMismatchError: Expected a plan that differs from the one in use only in what may")
+
+
+def alone():
+    """One rank trains under such a plan as plain torch does."""
+    make = partial(Chain, "adamw")
+    return difference(fitted(OSDPStrategy(plan=stationary_plan(make)), make()), fitted(ddp(), make()))
+
+
+def test_one_rank_exchanges_nothing(ranks):
+    assert ranks(1).run(alone)[0] < 1e-10
