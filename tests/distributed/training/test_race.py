@@ -90,7 +90,17 @@ def module_for(precision):
 
 
 def fitted(
-    race, folder, *, fastest=0, space=EVERY, steps=STEPS, module=None, precision="64-true", num_validated=1, **options
+    race,
+    folder,
+    *,
+    fastest=0,
+    space=EVERY,
+    steps=STEPS,
+    epochs=-1,
+    num_validated=1,
+    module=None,
+    precision="64-true",
+    **options,
 ):
     """A fit with validation, checkpoints, accumulation and clipping; the Trainer, the module and the record."""
     torch.manual_seed(5)
@@ -103,6 +113,7 @@ def fitted(
         callbacks=[recorder, saved],
         enable_checkpointing=True,
         max_steps=steps,
+        max_epochs=epochs,
         limit_val_batches=num_validated,
         gradient_clip_val=0.5,
         accumulate_grad_batches=MICRO_BATCHES,
@@ -148,6 +159,28 @@ def races(**options):
             }
         )
     return found
+
+
+def resumes():
+    """A fit that ends in mid-race and is resumed, and one that is resumed after its race; beside one without a race."""
+    options, epochs = {"steps": -1, "num_validated": 0}, 8
+    expected, module, _ = fitted(False, shared_folder(), epochs=epochs, **options)
+    folder, later = shared_folder(), shared_folder()
+    first, _, recorder = fitted(True, folder, epochs=1, **options)
+    path = folder / "step=10.ckpt"
+    stored = torch.load(path, weights_only=False)["osdp_plan"]
+    second, ours, again = fitted(True, later, fastest=-1, epochs=epochs, ckpt_path=path, **options)
+    last = second.checkpoint_callback.best_model_path
+    done, _, none = fitted(True, shared_folder(), epochs=epochs + 1, ckpt_path=last, **options)
+    return {
+        "apart": apart(weights_of(second, ours), weights_of(expected, module)),
+        "ended in a turn": recorder.turns[-1] != "",
+        "has its plan": how_it_runs(first.strategy.plan) == how_it_runs(Plan.load(folder / "osdp_plan.json")),
+        "stored": how_it_runs(Plan.from_json(stored)) == how_it_runs(first.strategy.plan),
+        "raced again": len({*again.turns}) > 3 and again.turns[-1] == "",
+        "raced after that": {*none.turns} != {""},
+        "kept the winner": how_it_runs(done.strategy.plan) == how_it_runs(second.strategy.plan),
+    }
 
 
 class Short(Validated):
@@ -218,6 +251,19 @@ def test_where_gradients_are_reduced_at_other_times_training_is_equal_within_rou
     for found in ranks(2).run(races, space=SearchSpace(min_unit_bytes=0)):
         for each in found:
             check(each, most_apart=1e-12)
+
+
+def test_a_fit_that_ends_in_a_race_is_resumed_and_one_that_has_had_a_race_has_no_other(ranks):
+    for found in ranks(2).run(resumes):
+        assert found == {
+            "apart": 0.0,
+            "ended in a turn": True,
+            "has its plan": True,
+            "stored": True,
+            "raced again": True,
+            "raced after that": False,
+            "kept the winner": True,
+        }
 
 
 def test_an_error_in_a_turn_names_the_turn_and_leaves_nothing_of_the_race(ranks):
