@@ -116,6 +116,27 @@ def test_inputs_with_other_features_are_refused_before_ranks_agree(one_rank):
         model.last(torch.randn(2, 4))
 
 
+@pytest.mark.parametrize(
+    ("kind", "operators"),
+    [("column", ("up",)), ("row", ("up",)), ("pair", ("up", "down")), ("embedding", ("embedding",))],
+)
+def test_weights_that_stand_the_other_way_are_cut_in_their_own_dimension(one_rank, kind, operators):
+    conv = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    whole, indices = Model(), torch.randint(7, (4, 6))
+    whole.up, whole.down = conv(8, 5), conv(5, 8)
+    model = changed(copy.deepcopy(whole), {kind: operators})
+    if kind != "embedding":
+        assert model.up.weight.placements[0] == Shard(0 if kind == "row" else 1)
+        assert model.down.weight.placements[0] == Shard(0) if kind == "pair" else not is_stationary(model.down)
+    for each in (model, whole):
+        each(indices).square().sum().backward()
+    assert torch.allclose(model(indices), whole(indices), atol=1e-6)
+    for name, parameter in whole.named_parameters():
+        found = model.get_parameter(name).grad
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        assert torch.allclose(found, parameter.grad, atol=1e-5), name
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_autocast_holds(one_rank, dtype):
     whole, x = Model(), torch.randn(4, 5)

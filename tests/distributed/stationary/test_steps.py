@@ -24,15 +24,22 @@ pytestmark = pytest.mark.distributed
 VOCABULARY = 37
 
 
+def conv(num_inputs, num_outputs):
+    """A linear layer whose weight stands the other way."""
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(num_outputs, num_inputs)
+
+
 class Block(nn.Module):
-    def __init__(self, width, inner):
+    def __init__(self, width, inner, linear):
         super().__init__()
         self.norm, self.qkv, self.out = (
             nn.LayerNorm(width),
             nn.Linear(width, 3 * width, bias=False),
-            nn.Linear(width, width),
+            linear(width, width),
         )
-        self.up, self.act, self.down = nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width)
+        self.up, self.act, self.down = linear(width, inner), nn.GELU(), linear(inner, width)
 
     def forward(self, x):
         query, key, value = self.qkv(self.norm(x)).chunk(3, -1)
@@ -43,12 +50,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Widths that no number of ranks divides, one of them smaller than four ranks need."""
 
-    def __init__(self, width=9, inner=31):
+    def __init__(self, linear=nn.Linear, width=9, inner=31):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, width, padding_idx=3)
-        self.blocks = nn.ModuleList(Block(width, inner) for _ in range(2))
-        self.narrow, self.wide = nn.Linear(width, 2), nn.Linear(2, width)
+        self.blocks = nn.ModuleList(Block(width, inner, linear) for _ in range(2))
+        self.narrow, self.wide = linear(width, 2), linear(2, width)
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, indices):
@@ -97,10 +104,10 @@ OPTIMIZERS = {
 }
 
 
-def trains(dtype, optimizer, **options):
+def trains(dtype, optimizer, linear=nn.Linear, **options):
     """Differences from one process after five steps of two micro-batches that are clipped by norm."""
     dtype, rank, num_ranks = getattr(torch, dtype), dist.get_rank(), dist.get_world_size()
-    plain = Model().to(dtype)
+    plain = Model(linear).to(dtype)
     model = _changed(copy.deepcopy(plain), **options)
     configured, reference = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](plain.parameters())
     norms = []
@@ -165,6 +172,15 @@ def test_five_steps_equal_one_process(ranks, world_size, dtype, optimizer, optio
         assert found.pop("weights") < tolerance
         assert found.pop("norms") < tolerance
         assert found.pop("evaluated") < 10 * tolerance
+        assert found == dict.fromkeys(found, True)
+
+
+@pytest.mark.parametrize("gathers_again", [False, True])
+def test_steps_of_weights_that_stand_the_other_way_equal_one_process(ranks, gathers_again):
+    pytest.importorskip("transformers")
+    options = {"dtype": "float64", "optimizer": "adamw", "linear": conv, "gathers_again": gathers_again}
+    for found in ranks(2).run(trains, **options):
+        assert max(found.pop("weights"), found.pop("norms"), found.pop("evaluated")) < 1e-9
         assert found == dict.fromkeys(found, True)
 
 

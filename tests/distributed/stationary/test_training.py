@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_osdp import OSDPStrategy
+from lightning_osdp import Cluster, OSDPStrategy, SearchSpace
 from lightning_osdp.apply import change_plan
 from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.cluster import Link
 from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.stationary import is_stationary
 from lightning_osdp.strategy.dry_run import run_dry
+from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.fits import largest_difference, moving, shared_folder
-from tests.distributed.support.models import GPT
+from tests.distributed.support.models import GPT, WideMLP
 from tests.distributed.support.user_runs import Chain, ddp, difference, fitted, moved, plan_with, refusal
 from tests.tiers import slow
 
@@ -369,3 +372,26 @@ def alone():
 
 def test_one_rank_exchanges_nothing(ranks):
     assert ranks(1).run(alone)[0] < 1e-10
+
+
+SPACE = SearchSpace(modes=("ZDP", "DP", "stationary"), min_unit_bytes=0, slices=(1,), activations=("keep",))
+
+
+def searched(make):
+    """Difference from DDP, and the exchanges that a plan of the strategy's own has."""
+    with mock.patch.object(plan_fit, "measure_cluster", return_value=slow_cluster()):
+        own = fitted(OSDPStrategy(search_space=SPACE, dry_run=True), make("sgd"), max_steps=3)
+    by_ddp = fitted(ddp(), make("sgd"), max_steps=3)
+    units = own[2].strategy.plan.units
+    return difference(own, by_ddp), [unit.exchange for unit in units if "moves" in unit.treatments[0]]
+
+
+def slow_cluster():
+    link = Link(latency_s=1e-6, seconds_per_byte=1e-6)
+    return Cluster(world_size=dist.get_world_size(), all_gather=link, reduce_scatter=link, memory_bytes=2**34)
+
+
+def test_plans_of_the_strategys_own_train_as_ddp(ranks):
+    for off, exchanges in ranks(2).run(searched, make=WideMLP):
+        assert off < 1e-10
+        assert exchanges
