@@ -8,10 +8,10 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_osdp import Cluster, ModelProfile, simulate
-from lightning_osdp.core.axes import DP, named
+from lightning_osdp.core.axes import named
 from lightning_osdp.core.batch_policy import largest_fitting
 from lightning_osdp.core.plans.plan import Plan, Unit
-from lightning_osdp.engine import COLLECTIVES, effects_of
+from lightning_osdp.engine import effects_of, planned_collectives
 from lightning_osdp.profiler import fingerprint
 
 
@@ -81,21 +81,17 @@ def sent_bytes(plan: Plan) -> float:
         DP          2
         HSDP, HDP   1 all-reduce between nodes
 
-    What is left out is as in `lightning_osdp.report.sentences.wire_bytes`.
+    What is left out is as in `lightning_osdp.engine.planned_collectives`.
     """
-    sent = 0.0
+    sent, ranks = 0.0, plan.world_size
     for unit in plan.units:
-        for mode in unit.treatments:
-            effects = effects_of(mode if unit.name or effects_of(mode).is_kept else DP)  # the root is never freed
-            if effects.is_passed_over:
-                continue
-            for kind, number in effects.counts(num_micro_batches=plan.num_micro_batches).items():
-                collective = COLLECTIVES.get(kind)
-                if collective is not None and collective.link == "all":
-                    ranks = plan.world_size
-                    is_sum = collective.operation == "all_reduce"
-                    times = 2 * (1 - (plan.node_size or ranks) / ranks) if is_sum else 1 - 1 / ranks
-                    sent += number * times * unit.parameter_bytes / unit.num_slices
+        if any(effects_of(mode).exchanges for mode in unit.treatments):
+            sent += unit.exchanged_bytes
+        for collective, number, whole_bytes in planned_collectives(unit, plan.num_micro_batches):
+            if collective.link == "all":
+                is_sum = collective.operation == "all_reduce"
+                times = 2 * (1 - (plan.node_size or ranks) / ranks) if is_sum else 1 - 1 / ranks
+                sent += number * times * whole_bytes
     return sent
 
 

@@ -6,9 +6,10 @@ that was computed before it, and collectives that were issued after it run after
     T(x)  >=  K ( computing before c  +  c and all collectives issued after it ) + optimizer
 
 where computing includes the gathers that it has to begin with, and the runtime's overhead. One more of these *paths*
-has no computing, it is the sum of all collectives; the last one is all computing and one reduce-scatter. Before c a
-path may make *detours*: backward of a unit that was freed waits for its gather, which waits for the reduce-scatter v
-issued before, so that v and the gather take the place of what is computed meanwhile.
+has no computing, it is the sum of all collectives; the last one is all computing. Before c a path may make *detours*:
+backward of a unit that was freed waits for its gather, which waits for the reduce-scatter v issued before, so that v
+and the gather take the place of what is computed meanwhile. Where gathers wait for all computing that was issued before
+them, the end of a frozen unit's backward is such a c or v, too, with nothing to reduce.
 
 Modes enter a path as a sum over units: which of their collectives are on it, the overhead, and what their blocks take
 to do without what they would save. The last two count in full, although a detour, or a wait for a gather of forward,
@@ -114,6 +115,7 @@ class Paths:
         passed_s = 0.0  # the most of all modes, of what is on a path whatever it passes by
         num_before, is_in_backward = 0, False  # reduce-scatters before what may be gathered ahead past resident units
         passes_over = self._may_stay and self._setting.engine.backward_prefetch == "pre"
+        gathers_wait = self._setting.engine.asynchronous_unshard or not self._setting.cluster.has_streams
         for (kind, of), is_again in self._clock.freed_events:
             if kind == "await" and is_in_backward and of not in self._may_stay:
                 num_before = len(reduces_s) - 1
@@ -142,12 +144,14 @@ class Paths:
                 self._flattened[of] = len(reduces_s)
                 overhead_s = self._setting.costs.unit_s(self._setting.units[of], ZDP, "overhead")
                 passed_s += overhead_s / self._num_micro_batches
-            elif kind == "reduce":
+            is_frozen = kind == "flatten" and not self._setting.units[of].gradient_bytes
+            if kind == "reduce" or (is_frozen and gathers_wait):
                 before_s.append(computed_s)
                 busy_s.append(computed_s + passed_s)
                 reduces_s.append(self._reduces_s["reduce"][of])
+        before_s.append(computed_s)  # frozen units may come after the last reduce-scatter
         self._constants_s = before_s
-        """Seconds of a micro-batch before each reduce-scatter, whatever the modes; 0: none."""
+        """Seconds of a micro-batch before each reduce-scatter, whatever the modes; 0: none, the last: of all of it."""
 
     def _most_of_segments_s(self) -> tuple[dict[int, float], dict[int, float]]:
         """Segment -> the most that blocks take in its forward, and in its backward, to do without what they save."""

@@ -7,7 +7,7 @@ from lightning_osdp.engine.change import FLIPS, check_change
 from lightning_osdp.engine.effects import FREED, KEPT, Effects, block_effects, effects_in, effects_of, num_all_gathers
 from lightning_osdp.engine.events import COLLECTIVES, EXCHANGES, GATHERS, OVERHEAD, Collective, Event
 from lightning_osdp.engine.exchanges import evaluation_beside, messages, saved_beyond
-from lightning_osdp.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of, num_shards
+from lightning_osdp.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of, num_shards, planned_collectives
 from lightning_osdp.engine.live_parts import BLOCKS_IN_FLIGHT, REDUCTIONS_IN_FLIGHT, Moment, in_flight_bytes
 from lightning_osdp.engine.schedule import MOST_SIMULATED, leaving_order
 
@@ -43,6 +43,7 @@ __all__ = [
     "moving_activations",
     "num_all_gathers",
     "num_shards",
+    "planned_collectives",
     "saved_beyond",
     "stays_bytes",
     "with_activations",

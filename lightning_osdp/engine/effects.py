@@ -15,6 +15,7 @@ from typing import NamedTuple
 from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.cluster import UNIT_PARTS
+from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
@@ -31,7 +32,7 @@ class Effects:
     """Ranks over which forward leaves it sharded: it holds 1/n of it on each of n. On ``one`` it stays unsharded until
     its backward is over."""
     reductions: tuple[tuple[Kind, ...], tuple[Kind, ...]]
-    """Events of its complete gradients: in every micro-batch but the last, and in the last one."""
+    """Events of its complete gradients, if it has any: in every micro-batch but the last, and in the last one."""
     stays: bool = False
     """True if the part that forward leaves stays from one micro-batch to the next."""
     is_resident: bool = False
@@ -64,18 +65,21 @@ class Effects:
         """True if the last micro-batch reduces gradients in another way than earlier ones."""
         return self.reductions[0] != self.reductions[1]
 
-    def counts(self, unit: UnitProfile | None = None, *, num_micro_batches: int = 1) -> Mapping[Kind, int]:
+    def counts(self, unit: UnitProfile | Unit | None = None, *, num_micro_batches: int = 1) -> Mapping[Kind, int]:
         """Number of times that an optimizer step issues each collective, or leaves gradients whole, by kind of event.
 
         A unit is gathered at each call in forward, and at each that backward comes to: less those that find it there.
         One that is kept is there at all calls in forward, and at the first that backward comes to; after that nothing
         is left of it but what is sharded between steps. A resident one was gathered in the first step, which is not
-        counted. One that exchanges activations does so twice in forward and twice in backward. Where no unit is given,
-        it is one that forward calls once.
+        counted. One that exchanges activations does so twice in forward and twice in backward. A frozen one reduces
+        nothing. Where no unit is given, it is one that is trained, and that forward calls once; so often is one of a
+        plan called.
         """
         return _counts(self, *_calls(unit), num_micro_batches)
 
-    def collectives(self, unit: UnitProfile | None = None, *, num_micro_batches: int = 1) -> Mapping[Collective, int]:
+    def collectives(
+        self, unit: UnitProfile | Unit | None = None, *, num_micro_batches: int = 1
+    ) -> Mapping[Collective, int]:
         """Counts by collective, in the order of `COLLECTIVES`, without collectives that are not issued."""
         return _collectives(self, *_calls(unit), num_micro_batches)
 
@@ -84,15 +88,20 @@ class Effects:
         return _overheads(self, *_calls(unit), num_micro_batches)
 
 
-def _calls(unit: UnitProfile | None) -> tuple[int, int]:
-    """Calls of a unit in forward, and those of them that backward comes to."""
+def _calls(unit: UnitProfile | Unit | None) -> tuple[int, int, bool]:
+    """Calls of a unit in forward, those of them at which backward gathers the unit, and whether it has gradients."""
     if unit is None:
-        return 1, 1
-    return len(unit.calls), sum(last >= unit.trained_from for _, last in unit.calls) if unit.is_read else 0
+        return 1, 1, True
+    if isinstance(unit, Unit):
+        return 1, int(unit.is_read), unit.gradient_bytes != 0
+    num_reached = sum(last >= unit.trained_from for _, last in unit.calls) if unit.is_read else 0
+    return len(unit.calls), num_reached, unit.gradient_bytes > 0
 
 
 @lru_cache(maxsize=2**12)
-def _counts(effects: Effects, num_calls: int, num_reached: int, num_micro_batches: int) -> Mapping[Kind, int]:
+def _counts(
+    effects: Effects, num_calls: int, num_reached: int, has_gradients: bool, num_micro_batches: int
+) -> Mapping[Kind, int]:
     if effects.exchanges:
         return Counter(dict.fromkeys(EXCHANGES, num_micro_batches))
     counts = Counter[Kind]()
@@ -102,7 +111,7 @@ def _counts(effects: Effects, num_calls: int, num_reached: int, num_micro_batche
     if not effects.is_kept:
         counts[GATHER_OVER[effects.left_over]] += (num_calls + num_reached - first) * num_micro_batches
     for kinds, number in zip(effects.reductions, (num_micro_batches - 1, 1), strict=True):
-        for kind in kinds:
+        for kind in kinds if has_gradients else ():
             counts[kind] += number
     return counts
 
@@ -118,8 +127,10 @@ def _collectives(effects: Effects, *calls_and_micro_batches: int) -> Mapping[Col
 
 
 @lru_cache(maxsize=2**12)
-def _overheads(effects: Effects, num_calls: int, num_reached: int, num_micro_batches: int) -> Mapping[str, int]:
-    counts = _counts(effects, num_calls, num_reached, num_micro_batches)
+def _overheads(
+    effects: Effects, num_calls: int, num_reached: int, has_gradients: bool, num_micro_batches: int
+) -> Mapping[str, int]:
+    counts = _counts(effects, num_calls, num_reached, has_gradients, num_micro_batches)
     found = dict.fromkeys(UNIT_PARTS, 0) | {"flatten": 0 if effects.exchanges else num_micro_batches}
     for kind, part in OVERHEAD.items():
         found[part] += counts[kind]

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
-from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import PREFETCH_CHOICES, Plan
+from lightning_osdp.core.axes import Treatment, freed_and_kept
+from lightning_osdp.core.plans.plan import PREFETCH_CHOICES, Plan, Unit
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine.effects import Effects, effects_in, effects_of
-from lightning_osdp.engine.events import Event
+from lightning_osdp.engine.events import Collective, Event
 from lightning_osdp.engine.layout import Layout, gathered_bytes, layout, sent_bytes
 from lightning_osdp.engine.live_parts import LiveParts, Observer
 from lightning_osdp.engine.schedule import MOST_SIMULATED, Host
@@ -225,6 +225,21 @@ class FSDP2:
             rerun=step.profile.rerun,
             is_first_step=is_first_step,
         )
+
+
+def planned_collectives(unit: Unit, num_micro_batches: int) -> Iterator[tuple[Collective, int, float]]:
+    """Collectives of a unit of a plan in an optimizer step, after the first: how many, and bytes of each whole tensor.
+
+    Exchanges of activations are left out. A module that forward calls more than once, and a unit inside of a block that
+    is run again, are counted as any other; bytes are without paddings.
+    """
+    gradient_bytes = unit.parameter_bytes if unit.gradient_bytes is None else unit.gradient_bytes
+    for mode in unit.treatments:
+        effects = effects_of(mode if unit.name else freed_and_kept(mode)[1])  # the root is never freed
+        counts = effects.collectives(unit, num_micro_batches=num_micro_batches)
+        for collective, number in counts.items() if not effects.exchanges else ():
+            whole_bytes = unit.parameter_bytes if collective.operation == "all_gather" else gradient_bytes
+            yield collective, number, whole_bytes / unit.num_slices
 
 
 def num_shards(step: Step, modes: Sequence[Treatment] = ()) -> tuple[int, ...]:

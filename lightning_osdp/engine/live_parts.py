@@ -313,7 +313,7 @@ class LiveParts:
         self.received = 0.0 if passed is None else passed.at(self.samples) - self.parts["activations"]
 
     def _flatten(self, unit: int) -> None:
-        if not self.is_over:
+        if self.sizes[unit].gradients and not self.is_over:
             self._settle(unit)
         if unit in self.accumulated and not self._adds_in_place(unit):
             self._add("unsharded gradients", -self.sizes[unit].gradients)
@@ -364,17 +364,15 @@ class LiveParts:
         sent, left = size.flat_gradient, size.flat_gradient + last + size.scattered
         cast = size.reduced if casts and size.scattered != size.reduced else 0.0
         received = sent * self.copies
-        if sent:
-            self._observe("backward", name, "unsharded gradients", sent)
+        self._observe("backward", name, "unsharded gradients", sent)
         if unit in self.accumulated:
             self.accumulated.remove(unit)
             self._add("accumulated gradients", -size.whole_gradient)
         else:
             self._add("unsharded gradients", -size.gradients)
-        if sent and self.world_size > 1:
+        if self.world_size > 1:
             self._observe("reduce-scatter", name, "unsharded gradients", left + received)
-        if sent:
-            self._observe("backward", name, "unsharded gradients", left + received * goes_on + cast)
+        self._observe("backward", name, "unsharded gradients", left + received * goes_on + cast)
         if goes_on:
             # gradients of earlier micro-batches are added to when it has ended
             sent += received + size.scattered * bool(cast) + (cast or size.scattered) * (unit in self.reduced)

@@ -23,6 +23,7 @@ With explicit lists of modules to prefetch, one for each unit:
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
 - A unit of which backward reads no weights is not gathered there, unless it is inside a block that is run again.
+- A frozen unit reduces nothing, and waits for no reduce-scatter before it.
 - A resident unit is gathered in the first step of all, and is there from then on. Lists pass over it: the unit that
   comes next of all others is gathered ahead.
 - A unit that moves activations is called once and never gathered, has no list, and lists pass over it. Before and after
@@ -308,7 +309,7 @@ class Host:
         self.run("exchange_input_gradients" if self.effects[unit].exchanges else "flatten", unit)
         self.leave(unit)
         self.turn += 1
-        for kind in self.effects[unit].reductions[self.is_last]:
+        for kind in self.effects[unit].reductions[self.is_last] if self.units[unit].gradient_bytes else ():
             self.note(kind, unit)
 
 

@@ -17,7 +17,7 @@ from lightning_osdp.core.profile import CHUNKS
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.folding import fold_names
-from lightning_osdp.engine import COLLECTIVES, Collective, effects_of
+from lightning_osdp.engine import Collective, effects_of, planned_collectives
 
 MOST_PATTERNS = 8
 """Folded names that one row spells out."""
@@ -308,33 +308,26 @@ def wire_bytes(plan: Plan) -> float:
     An hpZ unit has K all-gathers over the m ranks of a node, and a rank sends (m-1)/m of its bytes in each. All
     collectives of an HSDP or HDP unit are over these ranks. Each of its reduce-scatters, or with sync node the last
     one, is followed by an all-reduce of S/m between N/m nodes, in which a rank sends 2 (1 - m/N) of that.
-    Resident units are gathered in the first step of all, which is not counted, and reduce nothing. Units that move
-    activations send what the plan says of them. Other frozen ones, modules that forward calls more than once, and units
-    inside of blocks that are run again are counted as any other.
+    What is frozen has no gradients to reduce. Resident units are gathered in the first step of all, which is not
+    counted. Units that move activations send what the plan says of them; what else is left out is as in
+    `planned_collectives`.
     """
     return sum(_unit_wire_bytes(unit, plan) for unit in plan.units)
 
 
 def _unit_wire_bytes(unit: Unit, plan: Plan) -> float:
     """Part of one unit in `wire_bytes`."""
-    modes = unit.treatments
-    if not unit.name:  # the root is never freed
-        modes = (freed_and_kept(modes[0])[1],)
-    sent = 0.0
-    for effects in map(effects_of, modes):
-        if effects.exchanges:
-            sent += unit.exchanged_bytes
-        elif not effects.is_resident:
-            for kind, number in effects.counts(num_micro_batches=plan.num_micro_batches).items():
-                sent += number * _sent_share(COLLECTIVES.get(kind), plan) * unit.parameter_bytes / len(modes)
-    return sent
+    if effects_of(unit.treatments[0]).exchanges:
+        return unit.exchanged_bytes
+    return sum(
+        number * _sent_share(collective, plan) * whole_bytes
+        for collective, number, whole_bytes in planned_collectives(unit, plan.num_micro_batches)
+    )
 
 
-def _sent_share(collective: Collective | None, plan: Plan) -> float:
+def _sent_share(collective: Collective, plan: Plan) -> float:
     """Fraction of a unit's bytes that a rank sends in a collective."""
     ranks, node_size = plan.world_size, plan.node_size or plan.world_size
-    if collective is None:
-        return 0.0
     if collective.operation == "all_reduce":
         return 2 * (1 - node_size / ranks) / node_size
     number = {"all": ranks, "node": node_size}[collective.over]

@@ -112,6 +112,9 @@ def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
             else round(exchanged_bytes(unit.exchange, setting.cluster, setting.workload)),
             is_read=len(each) > 1 or unit.is_read,
             parameter_bytes=sum(setting.units[index].gathered_bytes for index, _ in each),
+            gradient_bytes=round(
+                sum(setting.engine.reduce_scatter_bytes(setting.units[index], 1) for index, _ in each)
+            ),
             time_s=sum(costs.times_s[index][mode] for index, mode in each),
             menu=_menu([prices[index] for index, _ in each]),
         )

@@ -83,7 +83,7 @@ class ContendedTimeline(Timeline):
         issued = _Collective(event, micro_batch, self.durations.collectives_s[kind][of], after)
         if operation == "all_gather":
             self._gathers[of] = issued
-        if operation == "reduce_scatter" and issued.left_s > 0:
+        if operation == "reduce_scatter":
             self._reduce_scatter = issued
         if not queue and after is None:
             issued.start_s = max(self.communicators_s[link], may_start_s)

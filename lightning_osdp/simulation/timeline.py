@@ -82,7 +82,6 @@ class Timeline:
         self._due_s: dict[int, float] = {}  # overhead that is still to be charged
         self._copied_s = self._copied_before_s = 0.0  # when the latest unit was copied out, and the one before it
         self._scattered_s = 0.0  # when the latest reduce-scatter is over
-        self._input_gone_s = 0.0  # when the latest one is that has anything to reduce
         self._pending: set[int] = set()  # units that are not copied out yet
         self._is_in_backward = False
         self._readers: dict[str, Callable[[Event, int], None]] = {
@@ -143,13 +142,9 @@ class Timeline:
         self._compute(event, micro_batch, self.durations.overhead_s["accumulate"][event[1]])
 
     def _reduce(self, event: Event, micro_batch: int) -> None:
-        reduces = self.durations.collectives_s[event[0]][event[1]] > 0  # else torch does not wait
-        if reduces:
-            self._wait_for_reduce_scatter()
+        self._wait_for_reduce_scatter()
         self._compute(event, micro_batch, self.durations.overhead_s["reduce"][event[1]])
         self._scattered_s = self._communicate(event, micro_batch, self.compute_s)
-        if reduces:
-            self._input_gone_s = self._scattered_s
 
     def _all_reduce(self, event: Event, micro_batch: int) -> None:
         self._communicate(event, micro_batch, self._scattered_s)
@@ -197,7 +192,7 @@ class Timeline:
         self.compute_s = max(self.compute_s, self._ready_s.get(of, 0.0))
 
     def _wait_for_reduce_scatter(self) -> None:
-        self.compute_s = max(self.compute_s, self._input_gone_s)
+        self.compute_s = max(self.compute_s, self._scattered_s)
 
     def _communicate(self, event: Event, micro_batch: int, may_start_s: float) -> float:
         link = COLLECTIVES[event.kind].link

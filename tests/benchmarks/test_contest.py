@@ -186,6 +186,29 @@ def test_bytes_that_a_node_sends_have_closed_forms(name, expected, num_micro_bat
     assert sent_bytes(replace(plan, units=tuple(units))) == pytest.approx(expected(num_micro_batches) * whole)
 
 
+# shares of the bytes of frozen and of trained units, on four ranks
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+@pytest.mark.parametrize(
+    ("way", "frozen", "trained"),
+    [
+        (Way(sharding="ZDP", by_operator=True), lambda number: 1.5 * number, lambda number: 1.5 * number + 0.75),
+        (Way(sharding="DP", by_operator=True), lambda number: 0.75, lambda number: 1.5),
+        (Way(sharding="resident", by_operator=True), lambda number: 0, lambda number: 1.5),
+    ],
+)
+def test_what_is_frozen_sends_no_gradients(way, frozen, trained, num_micro_batches):
+    plan = way.plan(build("tiny, LoRA"), world_size=4, micro_batch_size=1, num_micro_batches=num_micro_batches)
+    adapters = [unit.name for unit in plan.units if unit.name.endswith((".down", ".up"))]
+    units = [
+        replace(unit, parameter_bytes=100 * bool(unit.name), gradient_bytes=100 * (unit.name in adapters))
+        for unit in plan.units
+    ]
+    num_frozen = len(units) - 1 - len(adapters)
+    expected = 100 * (num_frozen * frozen(num_micro_batches) + len(adapters) * trained(num_micro_batches))
+    assert num_frozen > 0
+    assert sent_bytes(replace(plan, units=tuple(units))) == pytest.approx(expected)
+
+
 def test_units_that_accumulate_in_the_node_are_all_reduced_once():
     plan = HYBRID.plan(build("tiny"), world_size=4, node_size=2, micro_batch_size=1, num_micro_batches=4)
     units = [replace(unit.treated(reduce="node"), parameter_bytes=100) for unit in plan.units]

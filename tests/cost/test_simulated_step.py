@@ -208,13 +208,14 @@ class Simulation:
         self.copied.discard(u)
         self.in_buffer.discard(u)
         sent, operators = self.units[u].gradient_bytes, self.units[u].operators
+        if not sent:
+            return
         self.bytes["sent"] = 0.0
         self.look(sent)  # as one tensor, beside those that backward has made
         self.bytes["gradients"] -= sent
-        if sent:
-            # each operator is one parameter, and the last one's gradient lives on; gloo receives as much
-            more = operators[-1].gradient_bytes + sent if self.is_sharded else 0
-            self.look(sent + sent / self.world_size + more)
+        # each operator is one parameter, and the last one's gradient lives on; gloo receives as much
+        more = operators[-1].gradient_bytes + sent if self.is_sharded else 0
+        self.look(sent + sent / self.world_size + more)
         # bytes that gloo receives live as long, and those that are added to a gradient of a micro-batch before
         again = sent / self.world_size if u in self.reduced else 0.0
         self.bytes["reduced"] += 0 if u in self.reduced else self.shard[u]

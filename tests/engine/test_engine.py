@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from lightning_osdp.assign import Setting
-from lightning_osdp.core.axes import ALL_MODES, DP, ZDP
+from lightning_osdp.core.axes import ALL_MODES, DP, RESIDENT, ZDP
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import partition
@@ -112,6 +112,22 @@ def test_backward_does_not_gather_what_it_does_not_come_to(model, operator):
     profile = model(operator("frozen", 100, frozen=True), operator("m", 100), operator("after", 100, frozen=True))
     units = partition(profile, min_unit_bytes=0)
     assert [num_gathers(ZDP, unit) for unit in units[1:]] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("mode", [*ALL_MODES, RESIDENT])
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+def test_a_frozen_unit_reduces_nothing(mode, num_micro_batches, model, operator):
+    _, trained, frozen = partition(
+        model(operator("m", 100), operator("frozen", 100, frozen=True, gradient_bytes=0)), min_unit_bytes=0
+    )
+    planned = Unit(name="frozen", operators=("frozen",), kind="", treatments=(mode,), gradient_bytes=0)
+    number = {"num_micro_batches": num_micro_batches}
+    gathers, reductions = collectives(mode, trained, **number)
+    assert collectives(mode, frozen, **number) == collectives(mode, planned, **number) == (gathers, 0)
+    assert collectives(mode, dataclasses.replace(planned, gradient_bytes=None), **number) == (gathers, reductions)
+    assert reductions > 0
+    unread = dataclasses.replace(planned, is_read=False)
+    assert collectives(mode, unread, **number)[0] == gathers / (2 if mode["keep"] == "nothing" else 1)
 
 
 def test_a_unit_that_is_called_again_may_not_wait(model, operator, cluster):

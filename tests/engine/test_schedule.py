@@ -189,7 +189,7 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch):
 
 
 def predicted(profile, units, modes, engine, num_micro_batches):
-    """Returns predicted events, one list for each micro-batch, without frees and reductions of nothing."""
+    """Returns predicted events, one list for each micro-batch, without those of units that hold nothing."""
     gathered, found = set(), []
     step = dataclasses.replace(step_of(profile, num_micro_batches=num_micro_batches), units=units)
     for events in engine.events_of(step, modes):
@@ -197,7 +197,7 @@ def predicted(profile, units, modes, engine, num_micro_batches):
         for kind, of in events:
             gathers, reduces = {"gather", "gather_in_node"}, {"reduce", "scatter_in_node", *WITH_ALL_REDUCE}
             unit = units[of] if kind in gathers | reduces | {"free", "retain"} else None
-            if unit is None or not unit.gathered_bytes or (kind in reduces and not unit.gradient_bytes):
+            if unit is None or not unit.gathered_bytes:
                 continue
             if kind == "free" and of not in gathered:
                 continue

@@ -30,7 +30,6 @@ def plan(*units, size=4, number=8, world_size=4, trains=True):
         (("ZDP", "last"), 17),
         (("DP", "every"), 16),
         (("DP", "last"), 2),
-        (("resident", "every"), 0),
         ((("ZDP", "DP"), "every"), 20),
         ((("ZDP", "DP"), "last"), (17 + 2) / 2),
     ],
@@ -39,6 +38,21 @@ def test_bytes_on_the_wire_are_those_of_the_collectives(unit, collectives):
     assert wire_bytes(plan(unit)) == collectives * MIB * 3 / 4
     assert wire_bytes(plan(unit, unit)) == 2 * wire_bytes(plan(unit))
     assert wire_bytes(plan(unit, world_size=1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("unit", "gathers", "reductions"),
+    [(("ZDP", "every"), 16, 8), (("ZDP", "last"), 16, 1), (("DP", "every"), 8, 8), (("DP", "last"), 1, 1)],
+)
+def test_gradients_on_the_wire_are_those_of_what_is_trained(unit, gathers, reductions):
+    whole = plan(unit)
+    for trained_bytes in (0, MIB // 4, MIB):
+        root, sharded = whole.units
+        units = (root, dataclasses.replace(sharded, gradient_bytes=trained_bytes))
+        expected = gathers * MIB + reductions * trained_bytes
+        assert wire_bytes(dataclasses.replace(whole, units=units)) == expected * 3 / 4
+    frozen = (root, dataclasses.replace(sharded.in_modes("resident", sync="every"), gradient_bytes=0))
+    assert wire_bytes(dataclasses.replace(whole, units=frozen)) == 0
 
 
 def test_the_root_is_always_gathered_once():

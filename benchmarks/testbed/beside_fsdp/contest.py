@@ -179,7 +179,7 @@ class _Plans:
                 num_micro_batches=baseline.num_micro_batches,
                 node_size=self._cluster.node_size,
             )
-            plan = self._with_bytes(plan)
+            plan = self._with_bytes(plan, is_sharded=baseline.sharding != "DDP")
             rate = _num_samples(plan) / self._simulated(plan).time_s
             if baseline.name not in best or rate > best[baseline.name][0]:
                 best[baseline.name] = (rate, (baseline.name, limit, plan, baseline))
@@ -233,16 +233,17 @@ class _Plans:
         """Profile of the micro-batch that is nearest to the plan's."""
         return min(self._profiles, key=lambda each: abs(log(each.profiled_batch_size / plan.micro_batch_size)))
 
-    def _with_bytes(self, plan: Plan) -> Plan:
+    def _with_bytes(self, plan: Plan, *, is_sharded: bool) -> Plan:
+        """Plan with the bytes of its units; what is not sharded all-reduces gradients, and gathers nothing else."""
         step, _ = planned_step(plan, self._profiles[0], self._cluster)
-        sizes = {unit.name: unit.gathered_bytes for unit in step.units}
-        return replace(
-            plan,
-            units=tuple(
-                replace(unit, parameter_bytes=sum(sizes[name] for name in slice_names(unit.name, unit.num_slices)))
-                for unit in plan.units
-            ),
-        )
+        sizes = {unit.name: (unit.gathered_bytes, unit.gradient_bytes) for unit in step.units}
+        units = []
+        for unit in plan.units:
+            parts = [sizes[name] for name in slice_names(unit.name, unit.num_slices)]
+            gathered, reduced = map(sum, zip(*parts, strict=True))
+            parameter_bytes = gathered if is_sharded else reduced
+            units.append(replace(unit, parameter_bytes=parameter_bytes, gradient_bytes=reduced))
+        return replace(plan, units=tuple(units))
 
 
 def _running_again_in_no_time(profile: ModelProfile) -> ModelProfile:

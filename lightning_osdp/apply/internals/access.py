@@ -106,7 +106,7 @@ _ATTRIBUTES = {
         "modules",
         "post_forward_mesh_info",
         "reduce_grads",
-        "reduce_scatter_unused_params",
+        "reshard_after_backward",
     ),
     "parameter": (
         "_contiguous_orig_stride",

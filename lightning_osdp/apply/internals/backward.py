@@ -155,14 +155,13 @@ class BackwardWatch:
         have = [has_unreduced_gradient(parameter) for parameter in group.fsdp_params]
         self._note(index, have)
         _make_dense(group)
-        if any(have) or self._is_ending:
+        if any(have) or (self._is_ending and _is_trained(group)):
             post_backward(*unused)
             return
-        group.reduce_scatter_unused_params = False
-        try:
-            post_backward(*unused)
-        finally:
-            group.reduce_scatter_unused_params = True
+        # torch would reduce zeros for what is trained, and wait for the reduce-scatter before where all is frozen
+        group._training_state = TrainingState.POST_BACKWARD
+        if group.reshard_after_backward:
+            group.reshard()
         group._training_state = TrainingState.IDLE  # makes the end of backward come to it again
 
     def _end(self, end: Callable[[], None]) -> None:
@@ -195,6 +194,11 @@ class BackwardWatch:
                 group._training_state = TrainingState.IDLE
             elif group._training_state == TrainingState.PRE_BACKWARD:  # nothing ends it if no input needs a gradient
                 _leave_as_forward(group)
+
+
+def _is_trained(group: Any) -> bool:
+    """True if any parameter of a unit may have a gradient in this backward."""
+    return any(getattr(each, "_unsharded_param", each.sharded_param).requires_grad for each in group.fsdp_params)
 
 
 def _make_dense(group: Any) -> None:

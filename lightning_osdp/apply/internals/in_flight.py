@@ -76,8 +76,6 @@ class ReduceScatters:
             latest, self._latest = self._latest, None
             if latest is not None:
                 latest.put_aside()
-        if latest is None and group.reduce_grads:
-            self.make_room()  # as torch does, which drops an input where a unit has nothing to reduce
 
     def _end(self, end: Callable[[], None]) -> None:
         end()

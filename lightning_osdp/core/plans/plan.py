@@ -71,6 +71,9 @@ class Unit:
     """True where backward reads the unit's parameters, and so gathers the unit."""
     parameter_bytes: int = 0
     """Gathered parameters of all slices."""
+    gradient_bytes: int | None = None
+    """Gradients of all slices, in the dtype in which they are reduced: 0 where all is frozen. None: as many as of
+    parameters."""
     time_s: float = 0.0
     """Predicted seconds per optimizer step: communication and the operators' own computation."""
     menu: tuple[Option, ...] = ()

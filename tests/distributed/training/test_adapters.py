@@ -1,6 +1,7 @@
 """LoRA under the planner's own plan: frozen bytes are gathered once in a fit, and adapters of many layers together."""
 
 import dataclasses
+import itertools
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_osdp import BatchPolicy, OSDPPrecision, OSDPStrategy, SearchSpace
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.engine import FSDP2, effects_of, engine_of
 from lightning_osdp.engine.effects import num_all_gathers
+from lightning_osdp.report.sentences import wire_bytes
 from lightning_osdp.simulation import planned_step
 from tests.distributed.support.fits import fitted, profile_of, stated_cluster
 from tests.distributed.support.models import BATCH_SIZE, Base, Block
@@ -122,6 +124,11 @@ class Collectives:
             patch.stop()
 
 
+def sent_of(whole_bytes):
+    """Bytes that a rank sends in collectives of so many bytes."""
+    return whole_bytes * (1 - 1 / dist.get_world_size())
+
+
 def trains(num_micro_batches, share):
     """Training beside DDP's, and collectives of the fit beside what the plan and a closed form have."""
     plan = planned(num_micro_batches, share)
@@ -154,6 +161,7 @@ def trains(num_micro_batches, share):
             closed["gather"] += STEPS * num_all_gathers(counts) * sum(size for size, _ in sizes)
             closed["reduce"] += STEPS * counts["reduce"] * sum(size for size, is_trained in sizes if is_trained)
     once = sum(unit.parameter_bytes for unit in plan.units if unit.name in resident)
+    again = sum(num_bytes for kind, name, num_bytes in seen if kind == "reduce" or name not in resident)
     return {
         "apart": differs(found, expected),
         "mixed": [
@@ -163,6 +171,7 @@ def trains(num_micro_batches, share):
         "num_trained": sum(1 for unit in plan.units if unit.operators and unit.name not in frozen),
         "resident": (len(resident), len(frozen)),
         "frozen_once": sum(n for kind, name, n in seen if name in resident) == once,
+        "sent": wire_bytes(plan) * STEPS / sent_of(again),
         "ordered": [(kind, name) for kind, name, _ in seen[-len(ordered) :]] == ordered,
         "bytes": [
             sum(n for each, name, n in seen if each == kind and name not in frozen) / closed[kind] for kind in closed
@@ -179,8 +188,46 @@ def test_frozen_bytes_are_gathered_once_and_all_others_as_a_closed_form_has_them
         assert found["frozen_once"]
         assert found["ordered"]
         assert found["bytes"] == pytest.approx([1.0, 1.0], rel=0.01)
+        assert found["sent"] == pytest.approx(1.0, rel=0.01)
         num_resident, num_frozen = found["resident"]
         assert num_resident == num_frozen if share is None else 0 < num_resident < num_frozen
         assert share is not None or found["mixed"] == []
         assert max(found["lists"]) >= (4 if share is None else 2)
         assert found["num_trained"] < (12 if share is None else 24)  # adapters
+
+
+def treated(unit, keep, reduce):
+    """The unit with a treatment, as far as it applies: only frozen ones are resident, and then reduce nothing."""
+    if not unit.name:
+        return unit
+    if keep != "always":
+        return unit.treated(keep=keep, reduce=reduce)
+    return unit.treated(keep="whole", reduce=reduce) if unit.gradient_bytes else unit.treated(keep=keep, reduce="every")
+
+
+def sent_by_treatment(num_micro_batches):
+    """Bytes that a plan sends in a step, by treatment, beside those that are counted after the first step."""
+    base, found = planned(num_micro_batches), {}
+    for keep, reduce in itertools.product(("nothing", "whole", "always"), ("every", "last")):
+        units = tuple(treated(unit, keep, reduce) for unit in base.units)
+        plan, counted = dataclasses.replace(base, units=units), []
+        for num_steps in (1, 3):
+            with Collectives() as collectives:
+                fitted(
+                    OSDPStrategy(plan=plan, dry_run=False),
+                    Lora().double(),
+                    plugins=[OSDPPrecision("64-true")],
+                    accumulate_grad_batches=num_micro_batches,
+                    max_steps=num_steps,
+                )
+            counted.append(sum(num_bytes for _, _, num_bytes in collectives.seen))
+        found[keep, reduce] = wire_bytes(plan), sent_of(counted[1] - counted[0]) / 2
+    return found
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, slow(4)])
+def test_bytes_on_the_wire_are_those_that_are_counted_in_any_treatment(ranks, num_micro_batches):
+    for found in ranks(2).run(sent_by_treatment, num_micro_batches=num_micro_batches):
+        for treatment, (predicted, counted) in found.items():
+            assert predicted == pytest.approx(counted, rel=0.01), treatment
+        assert found["always", "every"][0] < found["whole", "every"][0] < found["nothing", "every"][0]

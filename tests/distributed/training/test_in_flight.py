@@ -104,6 +104,33 @@ def test_ranks_that_are_late_change_no_number(ranks, world_size, num_steps):
     assert pool.run(late, num_steps=num_steps, seed=1) == [(True, 2)] * world_size
 
 
+def seen_behind_frozen_units():
+    """Numbers of reduce-scatters in flight where backward has passed frozen units."""
+
+    def frozen_between():
+        module = parts.Net().double()
+        module.pair.requires_grad_(False)
+        return module
+
+    seen = []
+    with patch.object(parts, "module_of", frozen_between):
+        run = made(base_plan("both"), 1)
+
+        def look(_):
+            seen.append(len(run.model._reduce_scatters._in_flight))
+
+        def look_in_backward(_, __, output):
+            output.register_hook(look)
+
+        run.module.first.register_forward_hook(look_in_backward)
+        steps_of(run, 2)
+    return seen
+
+
+def test_frozen_units_wait_for_no_reduce_scatter(ranks):
+    assert ranks(2).run(seen_behind_frozen_units) == [[1, 1, 1, 1]] * 2
+
+
 def looked_at(most):
     """Gradients of one unit as hooks find them: complete where torch tells of it, those of before where it does not."""
     run, (batches, *_) = made(base_plan("both"), most), batches_by_step()
