@@ -85,14 +85,15 @@ def _ahead_above(setting: Setting, modes: Modes, memory_limit_bytes: int) -> lis
                 above.append((live.is_in_backward, None))
 
     step = in_modes(setting, modes)
-    for live, micro_batches in setting.engine.passes(step, modes, note):
-        for events in micro_batches:
-            live.begin_micro_batch()
-            for event, following in zip(events, [*events[1:], None], strict=True):
-                if event.kind in GATHERS and following != Event("await", event.of):
-                    ahead.add(event.of)
-                elif event.kind == "await":
-                    ahead.discard(event.of)
-                live.read(event)
-        live.update()
+    live = setting.engine.live_parts(step, note, modes=modes)
+    live.begin_step()
+    for events in setting.engine.events_of(step, modes):
+        live.begin_micro_batch()
+        for event, following in zip(events, [*events[1:], None], strict=True):
+            if event.kind in GATHERS and following != Event("await", event.of):
+                ahead.add(event.of)
+            elif event.kind == "await":
+                ahead.discard(event.of)
+            live.read(event)
+    live.update()
     return above

@@ -228,8 +228,7 @@ def exact_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAUL
         if not largest or num_bytes > largest[0].num_bytes:
             largest[:] = [moment()]
 
-    for live, micro_batches in engine.passes(step, modes, keep_if_largest):
-        live.read_all(micro_batches)
+    engine.live_parts(step, keep_if_largest, modes=modes).read_all(engine.events_of(step, modes))
     return PeakMemory.of(largest[0])
 
 

@@ -148,7 +148,6 @@ class FSDP2:
         modes: Sequence[Treatment] = (),
         rank: int | None = None,
         is_bound: bool = False,
-        is_first_step: bool = False,
     ) -> LiveParts:
         """Returns a reader of events as bytes.
 
@@ -158,7 +157,6 @@ class FSDP2:
             modes: of its units, which say what they are sharded over; none: all are over all ranks.
             rank: whose bytes; None: those of the rank that holds most.
             is_bound: whether what follows is to hold whatever the modes of other units.
-            is_first_step: whether resident units are still to be gathered.
         """
         shards = num_shards(step, modes)
         found = self.layout(step.units, step.profile.optimizer, shards, rank=rank)
@@ -167,9 +165,8 @@ class FSDP2:
             observer,
             layout=found,
             shards=shards,
-            resident=() if is_first_step else [unit for unit, mode in enumerate(modes) if effects_of(mode).is_resident],
+            resident=[unit for unit, mode in enumerate(modes) if effects_of(mode).is_resident],
             exchanging=[unit for unit, mode in enumerate(modes) if effects_of(mode).exchanges],
-            is_first_step=is_first_step,
             asynchronous_unshard=self.asynchronous_unshard,
             is_bound=is_bound,
         )
@@ -204,18 +201,7 @@ class FSDP2:
             host.micro_batch(is_first=index == 0, is_last=index == num_simulated - 1)
             yield host
 
-    def passes(
-        self, step: Step, modes: Sequence[Treatment], observer: Observer, *, rank: int | None = None
-    ) -> Iterator[tuple[LiveParts, list[list[Event]]]]:
-        """Steps that may have the peak, with what reads their events: any one, and the first of all.
-
-        The first one is another where it gathers what is resident.
-        """
-        for is_first_step in dict.fromkeys((False, any(effects_of(mode).is_resident for mode in modes))):
-            live = self.live_parts(step, observer, modes=modes, rank=rank, is_first_step=is_first_step)
-            yield live, self.events_of(step, modes, is_first_step=is_first_step)
-
-    def events_of(self, step: Step, modes: Sequence[Treatment], *, is_first_step: bool = False) -> list[list[Event]]:
+    def events_of(self, step: Step, modes: Sequence[Treatment]) -> list[list[Event]]:
         """Events of the micro-batches that are simulated, with these modes, one per unit."""
         return self.micro_batches(
             step.units,
@@ -223,7 +209,6 @@ class FSDP2:
             num_micro_batches=step.workload.num_micro_batches,
             num_segments=len(step.profile.segments),
             rerun=step.profile.rerun,
-            is_first_step=is_first_step,
         )
 
 

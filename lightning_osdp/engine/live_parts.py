@@ -26,7 +26,8 @@ On gloo q is 2 r, and the last term the sum of both.
   its own beside the reduced gradients where these have another dtype, or are added to those of earlier micro-batches.
   Where the last micro-batch alone all-reduces, what the others have scattered is left in its place, in the dtype of
   reducing.
-- A resident unit is there all the time, also while the optimizer steps.
+- A resident unit is there all the time, also while the optimizer steps. Before a step all of them are gathered that are
+  not there yet, one after the other, the largest first.
 - Of a unit that moves activations backward makes the gradient of the shard, which needs no reduction. Under mixed
   precision its shard is cast, and stays so for backward. What its activations take is in the profile's segments.
 - On one rank there are no buffers, but shards are copied all the same.
@@ -100,9 +101,9 @@ class LiveParts:
     Parameters and gradients are tensors of their own, and are copied to and from what collectives use.
 
     Arguments are as of `FSDP2.live_parts`. ``layout`` is that of the units on the rank in question, ``shards`` the
-    number of ranks that each is sharded over, ``resident`` units that are there all the time, ``exchanging`` ones that
-    move activations; where ``is_bound``, what is left of one unit while another runs is the most that other modes would
-    leave.
+    number of ranks that each is sharded over, ``resident`` units that `begin_step` gathers and that are there from then
+    on, ``exchanging`` ones that move activations; where ``is_bound``, what is left of one unit while another runs is the
+    most that other modes would leave.
     """
 
     def __init__(
@@ -114,7 +115,6 @@ class LiveParts:
         shards: Sequence[int],
         resident: Sequence[int] = (),
         exchanging: Sequence[int] = (),
-        is_first_step: bool = False,
         asynchronous_unshard: bool,
         is_bound: bool,
     ) -> None:
@@ -133,7 +133,8 @@ class LiveParts:
         self.settled = 0.0  # bytes beyond the saved tensors while a unit's gradients are reduced
         self.pending: set[int] = set()  # units whose buffer is not copied out yet
         self.copied: int | None = None  # the unit that was awaited last, if it was copied out then
-        self.whole = {*resident}  # units that are copied out
+        self.resident = sorted(resident, key=lambda unit: -self.sizes[unit].gathered)
+        self.whole: set[int] = set()  # units that are copied out
         self.retained: set[int] = set()  # units of which there is a shard in each node
         self.buffers = 0.0  # that all-gathers have filled, with the next one
         self.lingering = 0.0  # the buffer that forward has copied out last
@@ -151,8 +152,8 @@ class LiveParts:
             "buffers": float(step.profile.buffer_bytes),
             "workspaces of libraries": float(step.cluster.library_workspace_bytes),
             "batch": step.profile.batch_bytes.at(self.samples),
-            "reduced gradients": 0.0 if is_first_step else sum(size.reduced for size in self.sizes),
-            "gathered parameters": float(sum(self.sizes[unit].gathered for unit in resident)),
+            "reduced gradients": sum(size.reduced for size in self.sizes),
+            "gathered parameters": 0.0,
             "unsharded gradients": 0.0,
             "accumulated gradients": 0.0,
             "activations": 0.0,
@@ -161,6 +162,12 @@ class LiveParts:
         copied = (size.at(self.samples) for _, size in step.profile.copied)
         self.parts["copies in flight"] = in_flight_bytes(step.cluster, copied)
         self._readers: dict[str, Callable[[int], None]] = {kind: getattr(self, f"_{kind}") for kind in get_args(Kind)}
+
+    def begin_step(self) -> None:
+        """Begins a step, before which nothing is gathered: with what is resident."""
+        for unit in self.resident:
+            self._gather(unit)
+            self._take_out(unit)
 
     def begin_micro_batch(self) -> None:
         """Begins a micro-batch, with its forward."""
@@ -175,6 +182,7 @@ class LiveParts:
 
     def read_all(self, micro_batches: Iterable[Iterable[Event]]) -> None:
         """A whole step of these events, with its update."""
+        self.begin_step()
         for events in micro_batches:
             self.begin_micro_batch()
             for event in events:
@@ -237,13 +245,17 @@ class LiveParts:
         self.copied = unit if unit in self.pending else None
         if self.copied is None:
             return
+        self._take_out(unit)
+        self._drop_retained(unit)
+        if not self.is_in_backward:
+            self._linger(unit)
+
+    def _take_out(self, unit: int) -> None:
+        """Copies a unit out of the buffer of its all-gather."""
         self.pending.remove(unit)
         size = self.sizes[unit]
         self._copy_out(unit, 0.0 if self.world_size > 1 else size.cast_shard)
         self._add_buffer(-size.buffer)
-        self._drop_retained(unit)
-        if not self.is_in_backward:
-            self._linger(unit)
 
     def _copy_out(self, unit: int, beside: float) -> None:
         self.whole.add(unit)

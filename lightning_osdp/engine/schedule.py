@@ -24,8 +24,8 @@ With explicit lists of modules to prefetch, one for each unit:
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
 - A unit of which backward reads no weights is not gathered there, unless it is inside a block that is run again.
 - A frozen unit reduces nothing, and waits for no reduce-scatter before it.
-- A resident unit is gathered in the first step of all, and is there from then on. Lists pass over it: the unit that
-  comes next of all others is gathered ahead.
+- Resident units are gathered before the first step of all, the largest first, and are there from then on. Lists pass
+  over them: the unit that comes next of all others is gathered ahead.
 - A unit that moves activations is called once and never gathered, has no list, and lists pass over it. Before and after
   its operators run, forward and backward, activations or gradients are exchanged. No block that recomputes is around.
 
@@ -73,15 +73,12 @@ class Host:
     late_forward: Collection[str] = ()
     """Units that forward does not gather ahead, by name."""
     late_backward: Collection[str] = ()
-    is_first_step: bool = False
-    """True in the first step of a fit, in which resident units are gathered."""
 
     def __post_init__(self) -> None:
         units = self.units
         self.passed_over = {unit for unit, effects in enumerate(self.effects) if effects.is_passed_over}
-        """Units that are there without a gather of this step, or whose activations move; in a first step, too."""
-        resident = {unit for unit, effects in enumerate(self.effects) if effects.is_resident}
-        self.gathered: set[int] = set() if self.is_first_step else resident
+        """Units that are there without a gather of this step, or whose activations move."""
+        self.gathered = {unit for unit, effects in enumerate(self.effects) if effects.is_resident}
         self.retained: set[int] = set()
         """Units of which there is a shard in each node."""
         self.order = leaving_order(units)

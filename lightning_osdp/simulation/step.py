@@ -27,7 +27,6 @@ from lightning_osdp.engine import (
     OVERHEAD,
     Event,
     Moment,
-    effects_of,
     in_modes,
 )
 from lightning_osdp.simulation.contention import ContendedTimeline
@@ -48,7 +47,7 @@ class StepEstimate:
     contention_s: float = 0.0
     """Seconds by which both of these take longer because collectives run beside them, see `Cluster.contention`."""
     peak: PeakMemory
-    """The largest moment, be it in the first step: bytes, phase, operator, and what the bytes consist of."""
+    """The largest moment: bytes, phase, operator, and what the bytes consist of."""
     reserved_bytes: int = 0
     """Bytes that CUDA's allocator reserves for it at least, see `reserved_by`."""
     evaluation_bytes: int = 0
@@ -88,6 +87,7 @@ def simulate_step(
         moments.append((max(timeline.now_s, last_s), moment()))  # rounding may take what is left below nothing
 
     live = engine.live_parts(step, note, modes=modes, rank=rank)
+    live.begin_step()
     for index, events in enumerate(simulated):
         live.begin_micro_batch()
         for event in events:
@@ -95,13 +95,7 @@ def simulate_step(
             live.read(event)
         timeline.end_backward()
     live.update()
-    first_step: list[Moment] = []
-    if any(effects_of(mode).is_resident for mode in modes):
-        early = engine.live_parts(
-            step, lambda _, moment: first_step.append(moment()), modes=modes, rank=rank, is_first_step=True
-        )
-        early.read_all(engine.events_of(step, modes, is_first_step=True))
-    alive = [*(moment for _, moment in moments), *first_step]
+    alive = [moment for _, moment in moments]
     update_s = optimizer_s(step.profile, step.cluster) + sum(
         more_optimizer_s(step.profile, step.cluster, unit, mode) for unit, mode in zip(step.units, modes, strict=True)
     )

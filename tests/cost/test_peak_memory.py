@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_osdp.core.axes import DP, ZDP
+from lightning_osdp.core.axes import DP, RESIDENT, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import exact_peak, step_memory
@@ -23,6 +23,7 @@ from lightning_osdp.engine import FSDP2, leaving_order
 from tests.steps import step_of
 
 FROZEN = {"frozen": True, "num_trainable": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+QUIET = {**FROZEN, "activation_bytes_per_sample": 0}
 LETTERS = {"D": DP, "Z": ZDP, "d": DP.but(reduce="last"), "z": ZDP.but(reduce="last")}
 
 
@@ -214,6 +215,14 @@ def test_frozen_units_have_no_gradient(three):
     assert seen(peak(three(fields={1: FROZEN}), "ZZZ")) == (900, "reduce-scatter", "m2")
     # m2 frozen: base 120 + 120 = 240; copy(2) in backward 240 +2*120 +120 = 600, rs(1) 240 +40 +280 +60 = 620
     assert seen(peak(three(fields={2: FROZEN}), "ZZZ")) == (620, "reduce-scatter", "m1")
+
+
+def test_resident_units_are_gathered_before_the_step_the_largest_first(three):
+    # base 120 + 4 of Adam + 2 reduced; m1 is copied out beside m2: +120 +2 * 80; later m0 beside both: +200 +2 * 40
+    least = {"activation_bytes_per_sample": 0, "trainable_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8}
+    profile = three(fields={0: least, 1: QUIET, 2: QUIET}, loss_activation_bytes_per_sample=0)
+    found = exact_peak(step_of(profile, micro_batch_size=2), [DP, ZDP, RESIDENT, RESIDENT])
+    assert seen(found) == (126 + 120 + 2 * 80, "forward", "m1")
 
 
 def test_backward_neither_comes_to_nor_prefetches_what_is_frozen_from_the_beginning(three):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lightning_osdp.apply.internals import access, dtensors, unsharded
 
@@ -25,8 +26,10 @@ def set_resident(module: nn.Module, *, is_resident: bool) -> None:
 class Residence:
     """Keeps unsharded weights of units that are told to stay so, as long as all their parameters are frozen.
 
-    Where torch would free it, a module gets its shards alone: optimizers, state dicts and users find what they find
-    of any other unit. Where the unit is needed again, its module gets the kept weights, and no all-gather runs.
+    All of them are gathered before a forward gathers its first unit, one after the other, the largest first: so the
+    buffers of their all-gathers are there before any result of the forward is. Where torch would free it, a module gets
+    its shards alone: optimizers, state dicts and users find what they find of any other unit. Where the unit is needed
+    again, its module gets the kept weights, and no all-gather runs.
 
     Shards may have been written to meanwhile: by users' hooks, by what loads weights, or by an optimizer that has them.
     So ranks agree, before a unit is needed for the first time after that, of which units shards are others than what is
@@ -45,6 +48,7 @@ class Residence:
         self._groups, self._agree = groups, agree
         self.opens_itself = True
         self._is_open = True  # shards may have been written to since ranks last agreed
+        self._is_complete = False  # all that may be kept was gathered
         self._kept: dict[Any, list[Any]] = {}  # groups that are kept unsharded -> marks of their shards
         for group in groups:
             group.unshard = partial(self._unshard, group, group.unshard)
@@ -76,10 +80,29 @@ class Residence:
 
     def free(self) -> None:
         """Keeps nothing of what was gathered so far; units are sharded when this is called."""
+        self._is_complete = False
         for group in [*self._kept]:
             self._free(group)
 
+    def _gather(self) -> None:
+        self._is_complete = True
+        missing = [
+            group
+            for group in self._groups
+            if _may_stay(group) and not (group in self._kept or group.is_unsharded or group._all_gather_result)
+        ]
+        for group in sorted(missing, key=_num_bytes, reverse=True):
+            group.unshard()
+            group.wait_for_unshard()
+            group._to_sharded()
+
     def _unshard(self, group: Any, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if not self._is_complete and group._training_state == TrainingState.FORWARD:
+            group._training_state = TrainingState.IDLE  # in forward torch keeps the latest buffer
+            try:
+                self._gather()
+            finally:
+                group._training_state = TrainingState.FORWARD
         if group in self._kept and not group.is_unsharded:
             if self._is_open or self._kept[group] != _marks(group):
                 self._compare()
@@ -115,6 +138,7 @@ class Residence:
                 del parameter.free_unsharded_param
 
     def _free(self, group: Any) -> None:
+        self._is_complete = False
         del self._kept[group]
         for parameter in group.fsdp_params:
             parameter.free_unsharded_param()
@@ -132,6 +156,11 @@ def _may_stay(group: Any) -> bool:
     """Tells if a unit is to be kept, and its parameters are all frozen."""
     is_resident = getattr(group, _RESIDENT, False)
     return is_resident and not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+
+
+def _num_bytes(group: Any) -> int:
+    """Bytes of the unsharded weights of a unit at rest."""
+    return sum(each._orig_size.numel() * each.orig_dtype.itemsize for each in group.fsdp_params)
 
 
 def _marks(group: Any) -> list[Any]:
