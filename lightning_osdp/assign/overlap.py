@@ -16,7 +16,6 @@ from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.solve import MAX_EXTENDED, Solved, fill, solve, violated
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.engine import effects_of
-from lightning_osdp.simulation.clock import StepTime
 
 MAX_PATHS = 4
 """Paths that are bounded, one after the other: those that take longest in the modes found so far."""
@@ -93,14 +92,11 @@ class _Incumbent:
         self.time_s, self.stalls_s = setting.costs.clock.step(self.modes)
         may_stay = any(effects_of(mode).is_passed_over for options in self.problem.options for mode in options)
         self.num_left = MAX_SIMULATED_UNITS // (len(setting.units) * (RESIDENT_UNITS if may_stay else 1))
-        self._simulated = {self.modes: StepTime(self.time_s, self.stalls_s)}
 
     def offer(self, modes: Modes, *, slack: float = -NO_GAIN) -> bool:
         """Takes modes that fit if they are faster, or slower by at most a fraction; returns True where they were."""
         self.num_left -= 1
-        step = self._simulated.get(modes)
-        if step is None:
-            step = self._simulated[modes] = self.setting.costs.clock.step(modes)
+        step = self.setting.costs.clock.step(modes)
         is_taken = step.time_s < self.time_s * (1 + slack)
         if is_taken:
             self.modes, (self.time_s, self.stalls_s) = modes, step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -10,14 +10,14 @@ from typing_extensions import Self
 
 from lightning_osdp.core.axes import Treatment, freed_and_kept
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES, Plan, Unit
-from lightning_osdp.core.profile import OptimizerProfile
+from lightning_osdp.core.profile import OptimizerProfile, Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine.effects import Effects, effects_in, effects_of
 from lightning_osdp.engine.events import Collective, Event
 from lightning_osdp.engine.layout import Layout, gathered_bytes, layout, sent_bytes
 from lightning_osdp.engine.live_parts import LiveParts, Observer
-from lightning_osdp.engine.schedule import MOST_SIMULATED, Host
+from lightning_osdp.engine.schedule import MOST_SIMULATED, Host, turns_of
 from lightning_osdp.errors import ConfigurationError
 
 Auto = Literal["auto"]
@@ -172,29 +172,49 @@ class FSDP2:
         )
 
     def micro_batches(
-        self, units: Sequence[UnitProfile], effects: Sequence[Effects], *, num_micro_batches: int = 1, **of_host: Any
+        self, units: Sequence[UnitProfile], effects: Sequence[Effects], **of_step: Any
     ) -> list[list[Event]]:
         """Events of forward, loss and backward in the first, a steady and the last micro-batch, as many as there are.
 
-        Arguments are those of `Host`, but for settings of prefetching.
+        Arguments are those of `hosts`.
         """
-        hosts = self.hosts(units, effects, num_micro_batches=num_micro_batches, **of_host)
-        return [host.events for host in hosts]
+        return [host.events for host in self.hosts(units, effects, **of_step)]
 
     def hosts(
-        self, units: Sequence[UnitProfile], effects: Sequence[Effects], *, num_micro_batches: int = 1, **of_host: Any
+        self,
+        units: Sequence[UnitProfile],
+        effects: Sequence[Effects],
+        *,
+        num_segments: int,
+        rerun: Mapping[str, Rerun],
+        num_micro_batches: int = 1,
+        merges_calls: bool = False,
     ) -> Iterator[Host]:
-        """The host after each of these micro-batches, with the events of that one."""
+        """The host after each of these micro-batches, with the events of that one.
+
+        Args:
+            units: root first, if any, then in forward order.
+            effects: of each unit's treatment.
+            num_segments: of the model, the loss included.
+            rerun: blocks that recompute.
+            num_micro_batches: in an optimizer step.
+            merges_calls: whether a unit that forward calls again is taken as gathered from its first call to its last.
+        """
         if AUTO in {self.backward_prefetch, self.forward_prefetch}:
             raise ValueError("A prefetch that is 'auto' runs nothing: ask for alternatives().")
         host = Host(
             units=units,
+            turns=turns_of(
+                tuple(units),
+                num_segments,
+                tuple(rerun.items()),
+                merges_calls=merges_calls,
+                backward_prefetch=self.backward_prefetch,
+                forward_prefetch=self.forward_prefetch is True,
+            ),
             effects=effects,
-            backward_prefetch=self.backward_prefetch,
-            forward_prefetch=self.forward_prefetch is True,
             late_forward=self.late_forward,
             late_backward=self.late_backward,
-            **of_host,
         )
         num_simulated = min(MOST_SIMULATED, num_micro_batches)
         for index in range(num_simulated):

@@ -102,8 +102,8 @@ class LiveParts:
 
     Arguments are as of `FSDP2.live_parts`. ``layout`` is that of the units on the rank in question, ``shards`` the
     number of ranks that each is sharded over, ``resident`` units that `begin_step` gathers and that are there from then
-    on, ``exchanging`` ones that move activations; where ``is_bound``, what is left of one unit while another runs is the
-    most that other modes would leave.
+    on, ``exchanging`` ones that move activations; where ``is_bound``, what is left of one unit while another runs is
+    the most that other modes would leave.
     """
 
     def __init__(

@@ -40,10 +40,12 @@ References:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.units import UnitProfile
@@ -54,36 +56,91 @@ MOST_SIMULATED = 3
 """Micro-batches that are simulated one by one: first, steady, last. Further ones are like the steady one."""
 
 
+class Turn(NamedTuple):
+    """One turn of the host, which comes whatever the effects of units are; `Host` has a method for each kind."""
+
+    does: str
+    of: int
+    """Unit or segment; of what is gathered ahead, a place in an order of units, see `Turns`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Turns:
+    """Turns of a micro-batch, of which effects say what events come of them."""
+
+    turns: tuple[Turn, ...]
+    order: tuple[int, ...]
+    """Units as forward leaves them: backward gathers ahead what is before a place."""
+    entered: tuple[int, ...]
+    """Units as forward comes to them, outer ones first: forward gathers ahead what is at a place or behind."""
+    gathered_before: frozenset[int]
+    """Units that backward comes to and reads, and so gathers ahead."""
+    reached_at: Mapping[int, int]
+    """Unit -> the turn at which backward comes to the unit: later ones do not gather it ahead again."""
+    inside: tuple[frozenset[int], ...]
+    """By turn that gathers ahead while a block is run again, units inside of it that backward has not come to."""
+    read: frozenset[int]
+    """Units that backward gathers where it comes to them."""
+    starting: Mapping[int, Sequence[int]]
+    """Turn that gathers ahead in forward -> units that begin with its segment."""
+    places: Mapping[str, Sequence[int]]
+    """Segment that each segment is part of, by kind of event: segments between which nothing may begin are one."""
+
+
+@lru_cache(maxsize=128)
+def turns_of(
+    units: tuple[UnitProfile, ...],
+    num_segments: int,
+    rerun: tuple[tuple[str, Rerun], ...],
+    *,
+    merges_calls: bool,
+    backward_prefetch: str,
+    forward_prefetch: bool,
+) -> Turns:
+    """Turns of a micro-batch.
+
+    Args:
+        units: root first, if any, then in forward order.
+        num_segments: of the model, the loss included.
+        rerun: blocks that recompute.
+        merges_calls: whether a unit that forward calls again is taken as gathered from its first call to its last.
+        backward_prefetch: of `FSDP2`.
+        forward_prefetch: likewise.
+    """
+    return _Walk(
+        units=units,
+        num_segments=num_segments,
+        rerun=rerun,
+        merges_calls=merges_calls,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+    ).walked()
+
+
+_SILENT = frozenset({"free_in_forward", "free", "leave", "release", "rerun", "linger", "zero"})
+"""Turns that take no time, and in which nothing begins."""
+
+
 @dataclass(kw_only=True, eq=False)
-class Host:
-    """The host as it goes through a step: which units it has gathered, and the events so far."""
+class _Walk:
+    """The host on its way through a micro-batch, with its turns so far."""
 
     units: Sequence[UnitProfile]
-    """Root first, if any, then in forward order."""
-    effects: Sequence[Effects]
-    """Effects of each unit's treatment."""
     num_segments: int
-    """Number of segments of the model, the loss included."""
-    rerun: Mapping[str, Rerun]
-    """Blocks that recompute."""
-    merges_calls: bool = False
-    """True if a unit that forward calls again is taken as gathered from its first call to its last."""
+    rerun: tuple[tuple[str, Rerun], ...]
+    merges_calls: bool
     backward_prefetch: str
     forward_prefetch: bool
-    late_forward: Collection[str] = ()
-    """Units that forward does not gather ahead, by name."""
-    late_backward: Collection[str] = ()
 
     def __post_init__(self) -> None:
         units = self.units
-        self.passed_over = {unit for unit, effects in enumerate(self.effects) if effects.is_passed_over}
-        """Units that are there without a gather of this step, or whose activations move."""
-        self.gathered = {unit for unit, effects in enumerate(self.effects) if effects.is_resident}
-        self.retained: set[int] = set()
-        """Units of which there is a shard in each node."""
+        self.turns: list[Turn] = []
+        self.inside: list[frozenset[int]] = []
+        self.starting: dict[int, Sequence[int]] = {}
         self.order = leaving_order(units)
         self.place = {unit: place for place, unit in enumerate(self.order)}
         self.root = [index for index, unit in enumerate(units) if unit.is_root]
+        self.entered = sorted(self.order, key=lambda unit: (units[unit].first, unit))
         self.is_called_once = [len(unit.calls) == 1 for unit in units]
         self.starts: list[list[int]] = [[] for _ in range(self.num_segments)]
         self.ends: list[list[int]] = [[] for _ in range(self.num_segments)]
@@ -91,30 +148,16 @@ class Host:
             for first, last in units[unit].calls:
                 self.starts[first].append(unit)
                 self.ends[last].append(unit)
-        self.leaves = self.ends
-        """Units that forward is through with, by segment."""
-        if self.merges_calls:
-            self.leaves = [[unit for unit in ends if units[unit].last == i] for i, ends in enumerate(self.ends)]
-        self.blocks = _blocks(tuple(units), tuple(self.rerun.items()))
+        self.blocks = _blocks(tuple(units), self.rerun)
         """Last segment of a block that recomputes -> its first one, the units inside it, and whether it is early."""
-        self.ahead: list[list[int]] = [[] for _ in range(self.num_segments)]
-        if self.forward_prefetch:
-            self.ahead = self._gathered_ahead()
-        for segment, starting in enumerate(self.starts):
-            is_late = any(units[unit].name in self.late_forward for unit in self.ahead[segment])
-            if self.ahead[segment] and (is_late or not self._leads_on(segment, starting)):
-                self.ahead[segment] = []
         again = frozenset[int]().union(*(inside for _, inside, _ in self.blocks.values()))
         self.read = {unit for unit in range(len(units)) if units[unit].is_read or unit in again}
+        self.called: set[int] = set()  # by forward
+        self.reached_at: dict[int, int] = {}
         self._plan_backward()
 
     def _plan_backward(self) -> None:
         self.trained_from = self.units[0].trained_from
-        self.before: list[int | None] = [None]
-        """The unit that forward left last, without those passed over, before the one at each place of `order`; and of
-        all."""
-        for unit in self.order:
-            self.before.append(self.before[-1] if unit in self.passed_over else unit)
         self.returns: list[list[tuple[int, bool]]] = [[] for _ in range(self.num_segments)]
         """Units of which backward leaves a call, by segment, each with True where that is its last call."""
         self.at_the_end: list[int] = []
@@ -133,125 +176,68 @@ class Host:
             for first in reached[1:]:
                 self.returns[first].append((unit, False))
         self.at_the_end.sort()
-        late = {unit for unit in self.order if self.units[unit].name in self.late_backward}
-        self.prefetched = (self.comes_back & self.read) - late
-        """Units that backward gathers ahead where they come next."""
 
-    def _gathered_ahead(self) -> list[list[int]]:
-        """Units that ``forward_prefetch`` has gathered by each segment: the next one of forward."""
-        first_at: dict[int, int] = {}  # segment -> the outermost unit that begins with it and may not be there yet
-        for index in range(len(self.units) - 1, -1, -1):
-            if not self.units[index].is_root and index not in self.passed_over:
-                first_at[self.units[index].first] = index
-        ahead: list[list[int]] = []
-        following: list[int] = []
-        for segment in range(self.num_segments - 1, -1, -1):
-            ahead.append(following)
-            following = [first_at[segment]] if segment in first_at else following
-        return ahead[::-1]
-
-    def _leads_on(self, segment: int, starting: Sequence[int]) -> bool:
-        """Tells if a unit that begins with this segment prefetches in forward."""
-        leading = [unit for unit in starting if not self.effects[unit].exchanges]
-        return bool(leading) and self.is_called_once[max(leading)]
-
-    def micro_batch(self, *, is_first: bool, is_last: bool) -> list[Event]:
-        """Events of forward, loss and backward in one more micro-batch."""
-        self.is_first, self.is_last = is_first, is_last
-        self.events: list[Event] = []
-        self.turns: list[int] = []
-        """Turn of the host in which each event was issued. Turns do not depend on the effects."""
-        self.turn = 0
-        self.called: set[int] = set()  # by forward
-        self.reached: set[int] = set()  # by backward: none of them is prefetched again
+    def walked(self) -> Turns:
+        """Turns of forward, loss and backward."""
         self.forward()
         self.backward()
-        return self.events
+        return Turns(
+            turns=tuple(self.turns),
+            order=self.order,
+            entered=tuple(self.entered),
+            gathered_before=frozenset(self.comes_back & self.read),
+            reached_at=self.reached_at,
+            inside=tuple(self.inside),
+            read=frozenset(self.read),
+            starting=self.starting,
+            places=self._places(),
+        )
 
-    def note(self, kind: Kind, of: int) -> None:
-        """Appends an event."""
-        self.events.append(event(kind, of))
-        self.turns.append(self.turn)
-
-    def gather(self, unit: int) -> None:
-        """Gathers a unit, unless it is unsharded."""
-        self.turn += 1
-        if unit not in self.gathered:
-            self.gathered.add(unit)
-            effects = self.effects[unit]
-            self.note(GATHER_OVER[effects.left_over if unit in self.retained else effects.sharded_over], unit)
-
-    def need(self, unit: int, exchange: Kind = "exchange_inputs") -> None:
-        """Gathers a unit and waits for it, or has ranks exchange what it works on: the next event computes with it."""
-        if self.effects[unit].exchanges:
-            self.run(exchange, unit)
-            return
-        self.gather(unit)
-        self.note("await", unit)
-        self.retained.discard(unit)
-
-    def free(self, unit: int) -> None:
-        """Leaves a unit's shard alone."""
-        self.gathered.discard(unit)
-        self.note("free", unit)
-
-    def free_in_forward(self, unit: int) -> None:
-        """Frees a unit after forward, but for a larger shard where forward leaves one; a kept unit stays."""
-        self.turn += 1
-        if self.effects[unit].exchanges:
-            self.note("exchange_outputs", unit)
-        if self.effects[unit].is_kept or unit not in self.gathered:
-            return
-        if self.effects[unit].leaves_shard:
-            self.retained.add(unit)
-            self.note("retain", unit)
-        self.free(unit)
-
-    def run(self, kind: Kind, of: int) -> None:
-        """Appends an event that comes whatever the effects."""
-        self.turn += 1
-        self.note(kind, of)
+    def note(self, does: str, of: int) -> None:
+        """Appends a turn."""
+        self.turns.append(Turn(does, of))
 
     def forward(self) -> None:
-        """Appends the events of forward, the loss included."""
+        """Appends the turns of forward, the loss included."""
         for unit in self.root:
-            self.need(unit)
+            self.note("need", unit)
         for segment in range(self.num_segments):
             for unit in sorted(self.starts[segment]):
                 if unit in self.called:
-                    self.free_in_forward(unit)  # a module may be called twice in one segment
+                    self.note("free_in_forward", unit)  # a module may be called twice in one segment
                 self.called.add(unit)
-                self.need(unit)
-            for unit in self.ahead[segment]:
-                self.gather(unit)
-            self.run("forward", segment)
-            for unit in sorted(set(self.leaves[segment]), key=self.place.__getitem__):
-                self.free_in_forward(unit)
-        if self.is_first:
-            self.run("zero", 0)
+                self.note("need", unit)
+            if (place := self._ahead(segment)) is not None:
+                self.note("gather_ahead", place)
+            self.note("forward", segment)
+            for unit in sorted(set(self.ends[segment]), key=self.place.__getitem__):
+                if not self.merges_calls or self.units[unit].last == segment:
+                    self.note("free_in_forward", unit)
+        self.note("zero", 0)
+
+    def _ahead(self, segment: int) -> int | None:
+        """Place in `entered` from which a unit is gathered ahead where this segment begins, if units begin with it."""
+        if not self.forward_prefetch or not self.starts[segment]:
+            return None
+        self.starting[len(self.turns)] = self.starts[segment]
+        return bisect_right(self.entered, segment, key=lambda unit: self.units[unit].first)
 
     def backward(self) -> None:
-        """Appends the events of backward."""
+        """Appends the turns of backward."""
         if self.backward_prefetch == "pre":
-            self.gather_before(len(self.order))
+            self.note("gather_before", len(self.order))
         for segment in range(self.num_segments - 1, -1, -1):
             if segment >= self.trained_from:
                 self.come_to(segment)
-            self.run("backward", segment)
+            self.note("backward", segment)
             for unit, is_through in self.returns[segment]:
                 if is_through:
-                    self.reduce(unit)
+                    self.note("reduce", unit)
                 elif not self.merges_calls:
-                    self.leave(unit)
-            self.run("release", segment)
+                    self.note("leave", unit)
+            self.note("release", segment)
         for unit in (*self.root, *self.at_the_end):
-            self.reduce(unit)
-
-    def gather_before(self, place: int) -> None:
-        """Gathers the unit before this place ahead, as backward's prefetch."""
-        unit = self.before[place]
-        if unit is not None and unit in self.prefetched and unit not in self.reached:
-            self.gather(unit)
+            self.note("reduce", unit)
 
     def come_to(self, segment: int) -> None:
         """Backward reaches the outputs of this segment: units whose calls end with it, and blocks to run again."""
@@ -271,43 +257,178 @@ class Host:
 
     def reach(self, unit: int, num_calls: int) -> None:
         """Backward comes to what a unit has returned at so many calls in one segment."""
-        if self.merges_calls and unit in self.reached:
-            self.free(unit)  # and gathered again: what that takes is seen, though it has been there meanwhile
-        self.reached.add(unit)
-        if unit in self.read or self.effects[unit].exchanges:
-            self.need(unit, "exchange_output_gradients")
-        else:
-            self.turn += 1
-        if self.backward_prefetch == "pre" and self.is_called_once[unit] and not self.effects[unit].exchanges:
-            self.gather_before(self.place[unit])
+        if self.merges_calls and unit in self.reached_at:
+            self.note("free", unit)  # and gathered again: what that takes is seen, though it has been there meanwhile
+        self.reached_at.setdefault(unit, len(self.turns))
+        self.note("reach", unit)
+        if self.backward_prefetch == "pre" and self.is_called_once[unit]:
+            self.note("gather_before", self.place[unit])
         for _ in range(num_calls - 1 if unit in self.read else 0):
-            self.leave(unit)
-            self.need(unit)
+            self.note("leave", unit)
+            self.note("need", unit)
 
     def run_again(self, first: int, last: int, inside: frozenset[int]) -> None:
         """Forward of a block that recomputes, with these units inside; none where ``first`` is behind ``last``."""
         for segment in range(first, last + 1):
             for unit in sorted(inside.intersection(self.starts[segment])):
-                self.need(unit)
+                self.note("need", unit)
                 self.note("linger", unit)
-            for unit in inside.intersection(self.ahead[segment]) - self.reached:
-                self.gather(unit)
-            self.run("rerun", segment)
+            if (place := self._ahead(segment)) is not None:
+                self.inside += [frozenset()] * (len(self.turns) - len(self.inside))
+                self.inside.append(inside.difference(self.reached_at))
+                self.note("gather_ahead_inside", place)
+            self.note("rerun", segment)
+
+    def _places(self) -> dict[str, list[int]]:
+        places = {kind: [*range(self.num_segments)] for kind in ("forward", "backward")}
+        last: Turn | None = None  # of a segment, where nothing may have begun since
+        for turn in self.turns:
+            if turn.does not in places:
+                last = last if turn.does in _SILENT else None
+            elif last is not None and last.does == turn.does:
+                places[turn.does][turn.of] = last.of
+            else:
+                last = turn
+        return places
+
+
+@dataclass(kw_only=True, eq=False)
+class Host:
+    """The host as it goes through a step: which units it has gathered, and the events so far."""
+
+    units: Sequence[UnitProfile]
+    """Root first, if any, then in forward order."""
+    turns: Turns
+    effects: Sequence[Effects]
+    """Effects of each unit's treatment."""
+    late_forward: Collection[str] = ()
+    """Units that forward does not gather ahead, by name."""
+    late_backward: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        self.passed_over = {unit for unit, effects in enumerate(self.effects) if effects.is_passed_over}
+        """Units that are there without a gather of this step, or whose activations move."""
+        self.gathered = {unit for unit, effects in enumerate(self.effects) if effects.is_resident}
+        self.retained: set[int] = set()
+        """Units of which there is a shard in each node."""
+        self.before = self._not_passed_over(self.turns.order)
+        """The last unit before each place of `Turns.order` that is not passed over."""
+        self.behind = self._not_passed_over(self.turns.entered[::-1])[::-1]
+        """The first unit at each place of `Turns.entered`, or behind it, that is not passed over."""
+        self._methods: dict[str, Callable[[int], None]] = {does: getattr(self, does) for does in _METHODS}
+        self._methods |= {kind: partial(self.note, kind) for kind in _NOTED}
+
+    def _not_passed_over(self, order: Iterable[int]) -> list[int | None]:
+        """The latest of these units that is not passed over, by the number of units before."""
+        found: list[int | None] = [None]
+        for unit in order:
+            found.append(found[-1] if unit in self.passed_over else unit)
+        return found
+
+    def micro_batch(self, *, is_first: bool, is_last: bool) -> list[Event]:
+        """Events of forward, loss and backward in one more micro-batch."""
+        self.is_first, self.is_last = is_first, is_last
+        self.events: list[Event] = []
+        self.turn_of: list[int] = []
+        """Turn of each event, by number. Turns do not depend on the effects."""
+        for turn, (does, of) in enumerate(self.turns.turns):
+            self.turn = turn
+            self._methods[does](of)
+        return self.events
+
+    def note(self, kind: Kind, of: int) -> None:
+        """Appends an event."""
+        self.events.append(event(kind, of))
+        self.turn_of.append(self.turn)
+
+    def gather(self, unit: int) -> None:
+        """Gathers a unit, unless it is unsharded."""
+        if unit not in self.gathered:
+            self.gathered.add(unit)
+            effects = self.effects[unit]
+            self.note(GATHER_OVER[effects.left_over if unit in self.retained else effects.sharded_over], unit)
+
+    def need(self, unit: int) -> None:
+        """Gathers a unit and waits for it, or has ranks exchange what it works on: the next event computes with it."""
+        if self.effects[unit].exchanges:
+            self.note("exchange_inputs", unit)
+            return
+        self.gather(unit)
+        self.note("await", unit)
+        self.retained.discard(unit)
+
+    def reach(self, unit: int) -> None:
+        """Backward comes to what a unit has returned."""
+        if self.effects[unit].exchanges:
+            self.note("exchange_output_gradients", unit)
+        elif unit in self.turns.read:
+            self.need(unit)
+
+    def gather_ahead(self, place: int) -> None:
+        """Gathers the unit ahead that forward comes to next, unless what begins here is called more than once."""
+        unit, starting = self.behind[place], self.turns.starting[self.turn]
+        leading = max((each for each in starting if not self.effects[each].exchanges), default=None)
+        if unit is None or leading is None or len(self.units[leading].calls) > 1:
+            return
+        if self.units[unit].name not in self.late_forward:
+            self.gather(unit)
+
+    def gather_ahead_inside(self, place: int) -> None:
+        """Gathers it while a block is run again, if it is inside of the block."""
+        if self.behind[place] in self.turns.inside[self.turn]:
+            self.gather_ahead(place)
+
+    def gather_before(self, place: int) -> None:
+        """Gathers the unit before this place ahead, as backward's prefetch."""
+        unit, order = self.before[place], self.turns.order
+        if place < len(order) and self.effects[order[place]].exchanges:
+            return
+        if unit is None or unit not in self.turns.gathered_before or self.units[unit].name in self.late_backward:
+            return
+        if self.turns.reached_at[unit] > self.turn:
+            self.gather(unit)
+
+    def free(self, unit: int) -> None:
+        """Leaves a unit's shard alone."""
+        self.gathered.discard(unit)
+        self.note("free", unit)
+
+    def free_in_forward(self, unit: int) -> None:
+        """Frees a unit after forward, but for a larger shard where forward leaves one; a kept unit stays."""
+        if self.effects[unit].exchanges:
+            self.note("exchange_outputs", unit)
+        if self.effects[unit].is_kept or unit not in self.gathered:
+            return
+        if self.effects[unit].leaves_shard:
+            self.retained.add(unit)
+            self.note("retain", unit)
+        self.free(unit)
+
+    def zero(self, _: int) -> None:
+        """Lightning drops the gradients of the step before."""
+        if self.is_first:
+            self.note("zero", 0)
 
     def leave(self, unit: int) -> None:
         """Ends backward of one call of a unit."""
-        self.turn += 1
         if unit not in self.passed_over and (self.is_last or not self.effects[unit].stays):
             self.free(unit)
             self.retained.discard(unit)
 
     def reduce(self, unit: int) -> None:
         """Ends backward of a unit, whose gradients are then reduced or kept, or those of its inputs exchanged."""
-        self.run("exchange_input_gradients" if self.effects[unit].exchanges else "flatten", unit)
+        self.note("exchange_input_gradients" if self.effects[unit].exchanges else "flatten", unit)
         self.leave(unit)
-        self.turn += 1
         for kind in self.effects[unit].reductions[self.is_last] if self.units[unit].gradient_bytes else ():
             self.note(kind, unit)
+
+
+_METHODS = (
+    *("need", "reach", "gather_ahead", "gather_ahead_inside", "gather_before"),
+    *("free", "free_in_forward", "zero", "leave", "reduce"),
+)
+_NOTED: tuple[Kind, ...] = ("forward", "rerun", "linger", "backward", "release")
+"""Turns that are events, whatever the effects."""
 
 
 def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
@@ -320,7 +441,7 @@ def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
 def _blocks(
     units: tuple[UnitProfile, ...], rerun: tuple[tuple[str, Rerun], ...]
 ) -> dict[int, tuple[int, frozenset[int], bool]]:
-    """Blocks that recompute, as `Host.blocks` has them."""
+    """Blocks that recompute, as `_Walk.blocks` has them."""
 
     def inside(modules: Collection[str]) -> frozenset[int]:
         return frozenset(index for index, unit in enumerate(units) if unit.name in modules)

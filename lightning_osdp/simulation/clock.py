@@ -61,17 +61,24 @@ class StepClock:
         """Seconds of the optimizer step where all units are sharded over all ranks; no modes take less."""
         self.durations = durations_of(step, engine)
         self.units, self._step = step.units, step
-        self._apart: _Places = dict.fromkeys(_SEGMENTS, range(len(step.profile.segments)))
         self._number_of: dict[Treatment, int] = {}
         self._effects: list[Effects] = []
         """Effects that were asked for so far, by number."""
+        self._steps: dict[tuple[Treatment, ...], StepTime] = {}
         self._learn({FREED})
 
     def step(self, modes: Sequence[Treatment]) -> StepTime:
-        """Goes through one optimizer step with these modes, one per unit."""
+        """Goes through one optimizer step with these modes, one per unit, where it has not yet."""
+        chosen = tuple(modes)
+        found = self._steps.get(chosen)
+        if found is None:
+            found = self._steps[chosen] = self._step_of(chosen)
+        return found
+
+    def _step_of(self, modes: Sequence[Treatment]) -> StepTime:
         is_apart = self.engine.prefetches and any(effects_of(mode).is_passed_over for mode in set(modes))
         micro_batches = self._gone_through(modes) if is_apart else self._composed(modes)
-        without_blocks = (self.durations, self._apart) if is_apart else (self._joined_s, self._places)
+        without_blocks = self._apart(modes) if is_apart else (self._joined_s, self._places)
         timeline = timeline_of(_with_activations(self._step, modes, *without_blocks), self.cluster, self.engine)
         before: list[Event] = []
         for events in micro_batches:
@@ -96,17 +103,45 @@ class StepClock:
         return [[event for unit, ways in turns for event in ways[numbers[unit]]] for turns in self._turns]
 
     def _gone_through(self, modes: Sequence[Treatment]) -> list[list[Event]]:
-        """Events of each micro-batch, of a step with these modes."""
-        micro_batches = self.engine.events_of(self._step, modes)
-        return [[event for event in events if event.kind not in _TIMELESS] for events in micro_batches]
+        """Events of each micro-batch, of a step with these modes; segments in a row are one."""
+        _, places = self._apart(modes)
+        return [
+            [
+                event
+                for event in events
+                if event[0] not in _TIMELESS and (event[0] not in _SEGMENTS or places[event[0]][event[1]] == event[1])
+            ]
+            for events in self.engine.events_of(self._step, modes)
+        ]
+
+    def _apart(self, modes: Sequence[Treatment]) -> tuple[Durations, _Places]:
+        """Durations for `_gone_through`, and the segment that each segment is part of."""
+        if any(effects_of(mode).exchanges for mode in set(modes)):
+            return self.durations, dict.fromkeys(_SEGMENTS, range(len(self.profile.segments)))
+        return self._joined_apart
+
+    @cached_property
+    def _joined_apart(self) -> tuple[Durations, _Places]:
+        hosts = self.engine.hosts(
+            self.units,
+            [FREED] * len(self.units),
+            num_segments=len(self.profile.segments),
+            rerun=self.profile.rerun,
+        )
+        places = next(hosts).turns.places
+        return self._added(places), places
 
     def _learn(self, effects: Iterable[Effects]) -> None:
         """Goes through a step in which all units are treated with each of these."""
         self._effects = [*dict.fromkeys([*self._effects, *effects])]
         self._turns, self._places = _joined(tuple(map(self._run, self._effects)), len(self.profile.segments))
-        self._joined_s = self.durations._replace(
-            forward_s=_added(self.durations.forward_s, self._places["forward"]),
-            backward_s=_added(self.durations.backward_s, self._places["backward"]),
+        self._joined_s = self._added(self._places)
+
+    def _added(self, places: _Places) -> Durations:
+        """Durations where each segment is part of another one."""
+        return self.durations._replace(
+            forward_s=_added(self.durations.forward_s, places["forward"]),
+            backward_s=_added(self.durations.backward_s, places["backward"]),
         )
 
     def _run(self, effects: Effects) -> _Run:
@@ -146,7 +181,7 @@ def _run(
         rerun=dict(rerun),
     ):
         by_turn: dict[int, tuple[Event, ...]] = {}
-        for turn, event in zip(host.turns, host.events, strict=True):
+        for turn, event in zip(host.turn_of, host.events, strict=True):
             if event.kind not in _TIMELESS:
                 by_turn[turn] = (*by_turn.get(turn, ()), event)
         found.append(by_turn)
