@@ -11,7 +11,7 @@ from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.assign import Assignment, assign_modes, assignment_of, bound_later_s, fill_spare
 from lightning_osdp.assign.menu import applicable
 from lightning_osdp.assign.merging.blocks import block_units, chosen_activations
-from lightning_osdp.assign.merging.join import apart_units, join_units, pair_units
+from lightning_osdp.assign.merging.join import apart_units, join_units, pair_units, trained_together
 from lightning_osdp.assign.merging.share import share_units
 from lightning_osdp.assign.merging.slices import ever_more_slices
 from lightning_osdp.assign.prefetch import as_far_as_fits, assign_ahead
@@ -37,4 +37,5 @@ __all__ = [
     "join_units",
     "pair_units",
     "share_units",
+    "trained_together",
 ]

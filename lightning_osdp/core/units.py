@@ -152,11 +152,17 @@ def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tu
     return _units(profile, members)
 
 
-def apart(profile: ModelProfile, units: Sequence[UnitProfile]) -> tuple[UnitProfile, ...]:
-    """Units without frozen operators beside trained ones, or in the root, as far as they can be units of their own."""
+def apart(
+    profile: ModelProfile, units: Sequence[UnitProfile], *, takes_trained: bool = False
+) -> tuple[UnitProfile, ...]:
+    """Units without frozen operators beside trained ones, or in the root, as far as they can be units of their own.
+
+    Where ``takes_trained``, operators that are trained are units of their own, too, unless they are in the root.
+    """
     members: dict[str, list[OperatorProfile]] = {"": []}
     for unit in units:
-        is_mixed = len({bool(operator.num_trainable) for operator in unit.operators}) > 1
+        are_trained = {bool(operator.num_trainable) for operator in unit.operators}
+        is_mixed = len(are_trained) > 1 or (takes_trained and not unit.is_root and True in are_trained)
         bound = [operator.name for operator in unit.operators if operator.enclosing[0] != operator.name]
         around = {name for inner in bound for name in _ancestors(inner)}
         for operator in unit.operators:
@@ -208,26 +214,27 @@ def merged(
 
 
 def joined(
-    profile: ModelProfile, units: Sequence[UnitProfile], pairs: Collection[tuple[str, str]]
+    profile: ModelProfile, units: Sequence[UnitProfile], groups: Collection[Sequence[str]]
 ) -> tuple[UnitProfile, ...] | None:
-    """Units with each pair as one unit, named after the first of the pair; None where one cannot be.
+    """Units with each group as one unit, named after the first of the group; None where one cannot be.
 
-    Pairs are names of units, see `may_join`; each name is in one pair.
+    Groups are names of units, each of which may be joined with the one that follows, see `may_join`; each name is in
+    one group.
     """
     by_name = {unit.name: unit for unit in units}
-    into = {second: first for first, second in pairs}
+    into = {other: first for first, *others in groups for other in others}
     members: dict[str, list[OperatorProfile]] = {}
     modules: dict[str, tuple[str, ...]] = {}
     for unit in units:
         members.setdefault(into.get(unit.name, unit.name), []).extend(unit.operators)
         if unit.modules:
             modules[unit.name] = unit.modules
-    if not all(have_one_dtype(members[first]) for first, _ in pairs):
+    if not all(have_one_dtype(members[group[0]]) for group in groups):
         return None
-    for first, second in pairs:
-        together = (by_name[name].wrapped_modules for name in (first, second))
-        modules[first] = tuple(name for names in together for name in names)
-        modules.pop(second, None)
+    for group in groups:
+        for name in group:
+            modules.pop(name, None)
+        modules[group[0]] = tuple(module for name in group for module in by_name[name].wrapped_modules)
     return _units(profile, members, modules)
 
 

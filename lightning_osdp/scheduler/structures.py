@@ -23,6 +23,7 @@ from lightning_osdp.assign import (
     chosen_activations,
     ever_more_slices,
     pair_units,
+    trained_together,
 )
 from lightning_osdp.core.axes import LEVELS, STATIONARY, ZDP, Treatment
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -144,6 +145,13 @@ def moving(attempt: Attempt) -> Iterator[Setting]:
                 yield replace(setting, moving=key[1])
 
 
+def adapters_together(attempt: Attempt) -> Iterator[Setting]:
+    """A unit for each frozen operator, and one for all that is trained, where units may be shared."""
+    for setting in attempt.settings:
+        if attempt.space.share_units and _may_be_apart(attempt, setting):
+            yield from trained_together(setting)
+
+
 def slices(attempt: Attempt) -> Iterator[Setting]:
     """A unit for each operator, of which some are split."""
     yield from _split(attempt, attempt.base)
@@ -192,6 +200,7 @@ def _moves_activations(attempt: Attempt) -> bool:
 STRUCTURES = (
     Structure("operators", operators, _always),
     Structure("frozen units apart", frozen_apart, _always),
+    Structure("adapters together", adapters_together, _always),
     Structure("blocks", blocks, _always),
     Structure("pairs that may move activations", pairs, _moves_activations),
     Structure(
@@ -219,8 +228,11 @@ def all_blocks(setting: Setting, choice: str) -> dict[str, str]:
 
 def _apart(attempt: Attempt, setting: Setting) -> list[Setting]:
     """Setting with frozen units apart, where that may be and nobody has said how large units are."""
-    may_be = attempt.space.min_unit_bytes is None and not setting.is_paper and setting.cluster.world_size > 1
-    return apart_units(setting) if may_be else []
+    return apart_units(setting) if _may_be_apart(attempt, setting) else []
+
+
+def _may_be_apart(attempt: Attempt, setting: Setting) -> bool:
+    return attempt.space.min_unit_bytes is None and not setting.is_paper and setting.cluster.world_size > 1
 
 
 def _all_alike(attempt: Attempt, setting: Setting) -> list[dict[str, str]]:

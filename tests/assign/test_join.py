@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.assign import Setting, join_units
+from lightning_osdp.assign import Setting, join_units, trained_together
 from lightning_osdp.assign.merging import share
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, RESIDENT, ZDP
@@ -129,9 +129,12 @@ def test_units_are_not_joined_across_children_that_run_backward_one_by_one(given
     assert lists == {"b.x": ("b.x", "b.y")}
 
 
+ADAPTED = [f"{layer}.{part}" for layer in "abcd" for part in ("base", "down", "up")]
+FROZEN = {name: {"frozen": True} for name in ADAPTED if name.endswith("base")}
+
+
 def test_trained_units_are_joined_over_frozen_ones_between_them(given_setting):
-    names = [f"{layer}.{part}" for layer in "abcd" for part in ("base", "down", "up")]
-    changes = {name: {"frozen": True} for name in names if name.endswith("base")}
+    names, changes = ADAPTED, FROZEN
     setting = given_setting(*[900, 10, 10] * 4, names=names, changes=changes)
     modes = [RESIDENT if unit.name in changes else DP if unit.is_root else ZDP for unit in setting.units]
     found, joined_modes = join_units(setting, tuple(modes), memory_limit_bytes=math.inf)
@@ -140,6 +143,29 @@ def test_trained_units_are_joined_over_frozen_ones_between_them(given_setting):
     assert [unit.calls for unit in found.units if unit.modules] == [((1, 11),)]
     # eight units are gathered twice and reduced; one is
     assert setting.costs.step_time_s(modes) - found.costs.step_time_s(joined_modes) == 3 * 7
+
+
+def test_all_that_is_trained_is_one_unit_where_it_may_be(given_setting):
+    setting = given_setting(*[900, 10, 10] * 4, names=ADAPTED, changes=FROZEN)
+    (found,) = trained_together(setting)
+    lists = {unit.name: unit.modules for unit in found.units if unit.modules}
+    assert lists == {"a.down": tuple(name for name in ADAPTED if name not in FROZEN)}
+    assert {unit.name for unit in found.units} == {"", "a.down", *FROZEN}
+    plan = make_plan(
+        setting.profile,
+        setting.cluster,
+        memory_limit_bytes=2**40,
+        micro_batch_size=1,
+        search_space=SearchSpace(slices=(1,)),
+    )
+    # a second for each all-gather and each reduce-scatter of what is trained
+    assert (plan.step_time_s, {unit.name: unit.modes[0] for unit in plan.units if unit.modules}) == (
+        2.0,
+        {"a.down": "DP"},
+    )
+    assert trained_together(given_setting(*[100] * 4)) == []
+    mostly_trained = given_setting(*[10, 300, 300] * 4, names=ADAPTED, changes=FROZEN)
+    assert trained_together(mostly_trained) == []
 
 
 def test_a_unit_around_others_is_not_joined(given_setting):

@@ -68,6 +68,35 @@ def pair_units(setting: Setting, names: Collection[str] | None = None) -> list[S
     return setting.variants.once(setting, ("pairs", *(names or ())), make)
 
 
+def trained_together(setting: Setting) -> list[Setting]:
+    """The setting with frozen units apart, and all trained units one that follow each other; none without frozen ones.
+
+    Where links are slow to begin, a step then has few collectives; as few as that of DDP where all is kept.
+    """
+
+    def make() -> Iterator[Setting]:
+        units = apart(setting.profile, setting.units, takes_trained=True)
+        groups: list[list[int]] = []
+        for place in (place for place in range(1, len(units)) if units[place].gradient_bytes):
+            last = groups[-1][-1] if groups else 0
+            if next_to(units, last) == place and may_join(setting.profile, units, last):
+                groups[-1].append(place)
+            else:
+                groups.append([place])
+        most_bytes = LARGEST_SHARE * sum(unit.gathered_bytes for unit in units)
+        names = [
+            [units[place].name for place in group]
+            for group in groups
+            if len(group) > 1 and sum(units[place].gathered_bytes for place in group) <= most_bytes
+        ]
+        are_frozen = any(unit.gathered_bytes and not unit.gradient_bytes for unit in units[1:])
+        found = joined(setting.profile, units, names) if names and are_frozen else None
+        if found is not None:
+            yield dataclasses.replace(setting, units=found)
+
+    return setting.variants.once(setting, "trained together", make)
+
+
 def join_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
     """The setting, whose units are shared, with units of several modules where that is faster, and its modes."""
     if setting.is_paper or setting.decided.num_slices:
