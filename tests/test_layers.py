@@ -131,6 +131,7 @@ def test_the_public_names_are_these():
         "DeviceRates",
         "Difference",
         "Event",
+        "Exchange",
         "HandMade",
         "InfeasibleError",
         "Interconnect",
