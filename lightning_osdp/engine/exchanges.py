@@ -12,12 +12,13 @@ Beside what data parallelism holds there are gathered inputs, n x, or parts of a
 operator saves of its input, and while operators run
 
                     forward             backward                         of the first operator, of the last, or of both
-    column          2 y                 max(2 y, y + n d, 2 n d, g)      where it is one
+    column          2 y                 max(2 y - g, y + n d, 2 n d, g)  where it is one
     row             max(x, 2 n y)       max(n y + d, 2 d, g)
     pair            0; 2 n y            max(2 n d, g); max(n y, g)
-    embedding       2 y                 max(2 y, g)
+    embedding       2 y                 max(2 y - g, y, g)
 
-with a copy of the gradient of the shard, g. An exchange holds what is sent and what is received; forward holds the
+with the gradient of the shard, g, which counts besides and is not there yet while gradients of outputs are exchanged,
+and a copy of it. An exchange holds what is sent and what is received; forward holds the
 input itself besides, which nothing saves.
 
 References:
@@ -81,8 +82,8 @@ def _beside(each: Exchange, num_ranks: int, samples: int, gradients: Sequence[fl
         return first, _Beside(2 * n * y, max(n * y, gradients[1]), 2 * n * y)
     if each.kind == "row":
         return (_Beside(itself + max(x, 2 * n * y), max(n * y + d, 2 * d, g), x + 2 * n * y),)
-    summed = (y + n * d, 2 * n * d) if d else ()
-    return (_Beside(itself + 2 * y, max(2 * y, *summed, g), max(n * x, 2 * y)),)
+    summed = 0 if each.kind == "embedding" else n * d
+    return (_Beside(itself + 2 * y, max(2 * y - g, y + summed, 2 * summed, g), max(n * x, 2 * y)),)
 
 
 def _by_segment(step: Step, exchanges: Sequence[Exchange]) -> dict[int, _Beside]:

@@ -237,9 +237,10 @@ class LiveParts:
     def _exchange_input_gradients(self, unit: int) -> None:
         if self._reads_weights(unit):
             self._add("gathered parameters", -self.sizes[unit].cast_shard)
-        made = sum(self._shard_gradient_bytes(operator, unit) for operator in self.units[unit].operators)
-        self._add("unsharded gradients", -made)
-        self._keep_reduced(unit)
+        if unit not in self.reduced:  # else they were added to what earlier micro-batches have left
+            made = sum(self._shard_gradient_bytes(operator, unit) for operator in self.units[unit].operators)
+            self._add("unsharded gradients", -made)
+            self._keep_reduced(unit)
 
     def _await(self, unit: int) -> None:
         self.copied = unit if unit in self.pending else None
@@ -310,7 +311,7 @@ class LiveParts:
         self.segment, segment = index, self.profile.segments[index]
         for unit, num_bytes, complete in self.gradients.get(index, ()):
             self._add("unsharded gradients", num_bytes)
-            if self._adds_in_place(unit):
+            if self._adds_in_place(unit) or (unit in self.exchanging and unit in self.reduced):
                 self.passing[complete] = self.passing.get(complete, 0.0) + num_bytes
         workspace = segment.backward_workspace_bytes.at(self.samples)
         self._observe("backward", segment.operator, "workspace", workspace)

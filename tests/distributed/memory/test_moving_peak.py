@@ -1,0 +1,44 @@
+"""The simulated peak against a count of live storages, where units move activations."""
+
+import pytest
+import torch.distributed as dist
+
+from lightning_osdp import OSDPStrategy, SearchSpace
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
+from lightning_osdp.simulation import simulate
+from tests.distributed.support.fits import moving, plan_for, profile_of, stated_cluster, trainer
+from tests.distributed.support.models import build
+from tests.tiers import slow
+
+pytestmark = pytest.mark.distributed
+
+
+def predicted_and_counted_peak(name, kinds, num_micro_batches):
+    """Bytes predicted and counted where all operators that may move activations do, and which those are."""
+    module, world_size = build(name, "adamw"), dist.get_world_size()
+    space = SearchSpace(min_unit_bytes=1024, share_units=False)
+    plan = plan_for(module, "mixed", world_size=world_size, num_micro_batches=num_micro_batches, space=space)
+    profile, taken, found = profile_of(module), set(), []
+    own = {operator for unit in plan.units if unit.name for operator in unit.operators}
+    for each in profile.exchanges:
+        if each.kind in kinds and own.issuperset(each.operators) and taken.isdisjoint(each.operators):
+            found.append((each.kind, each.operators))
+            taken |= {*each.operators}
+    plan = moving(plan, found)
+    predicted = simulate(plan, profile, stated_cluster(world_size)).peak
+    fit = trainer(OSDPStrategy(plan=plan), accumulate_grad_batches=num_micro_batches)
+    module = build(name, "adamw")
+    fit.fit(module, module.loader(dist.get_rank(), world_size))
+    check = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
+    return predicted.peak_bytes, check.measured.peak_bytes, found
+
+
+@pytest.mark.parametrize("num_micro_batches", [slow(1), 3])
+@pytest.mark.parametrize("kinds", [("column", "row"), ("pair",)])
+@pytest.mark.parametrize("name", ["wide_mlp", slow("wide_gpt")])
+def test_peak_of_a_step_is_what_was_predicted(ranks, name, kinds, num_micro_batches):
+    predicted, counted, found = ranks(2).run(
+        predicted_and_counted_peak, name=name, kinds=kinds, num_micro_batches=num_micro_batches
+    )[0]
+    assert found
+    assert predicted == pytest.approx(counted, rel=5e-3)
