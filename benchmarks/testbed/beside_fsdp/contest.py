@@ -70,7 +70,7 @@ class Entrant:
     predicted_s: float | None
     """Predicted seconds of a step; None where not `Way.is_predicted`."""
     free_s: float | None
-    """The same if forward ran again in no time."""
+    """Predicted seconds of a step if forward ran again in no time; None likewise."""
     compute_s: float
     """Predicted seconds of computing in a step."""
     wire_bytes: float
