@@ -11,6 +11,8 @@ from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
 from lightning_osdp.core.axes import MODES
 
 _NUM_QUICK_RIVALS = 4
+_LEAST_QUICK_LIMIT = 0.95
+"""Least limit of a tiny model: the peak of one sample is hardly activations, and less would not fit."""
 Spaces: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
@@ -70,6 +72,7 @@ class Contest:
             models=tuple(dict.fromkeys(_tiny(model) for model in self.models)),
             num_ranks=2 * (self.node_size or 1),
             rates_mbit=(None,) if self.rates_mbit else (),
+            limits=tuple(dict.fromkeys(limit and max(limit, _LEAST_QUICK_LIMIT) for limit in self.limits)),
             rivals=self.rivals[:_NUM_QUICK_RIVALS],
             micro_batch_size=1,
             num_micro_batches=min(2, self.num_micro_batches),
