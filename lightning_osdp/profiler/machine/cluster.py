@@ -39,6 +39,8 @@ _NUM_BYTES = 4 * 1024**2
 """Size of the collectives by which overlap and copies are found."""
 _WIDTH, _WIDTH_ON_CPU = 2048, 256
 """Width of the matrices whose products run beside collectives."""
+_PRODUCTS_BETWEEN = 4
+"""Number of such products between two collectives on CPU, a few milliseconds."""
 _COPIED_BYTES = 16 * 1024**2
 _REPEATS = 5
 
@@ -159,16 +161,28 @@ def _measure_links(device: torch.device, group: dist.ProcessGroup) -> Links:
 
 
 def _measure_link(device: torch.device, collective: Callable[..., None], group: _Group = None) -> Link:
-    """Link of a process group, timed while the other groups that divide the ranks are timed, too."""
+    """Link of a process group, timed while the other groups that divide the ranks are timed, too.
+
+    On CPU each collective follows computing, as in a step: ranks that share cores wait for one until the others have
+    had theirs, which ranks that only communicate do not. The seconds of that computing alone are taken off.
+    """
+    matrix = torch.ones(_WIDTH_ON_CPU, _WIDTH_ON_CPU, device=device)
+    num_products = _PRODUCTS_BETWEEN if device.type == "cpu" else 0
 
     def measured(num_bytes: int, in_a_row: int) -> tuple[int, float]:
         whole, shard = _whole_and_shard(num_bytes, device, group)
 
-        def run() -> None:
+        def run(*, communicates: bool) -> None:
             for _ in range(in_a_row):
-                collective(whole, shard, group)
+                for _ in range(num_products):
+                    matrix @ matrix
+                if communicates:
+                    collective(whole, shard, group)
 
-        return whole.nbytes, fastest_together_s(run, device) / in_a_row
+        seconds = fastest_together_s(partial(run, communicates=True), device)
+        if num_products:
+            seconds -= fastest_together_s(partial(run, communicates=False), device)
+        return whole.nbytes, max(0.0, seconds) / in_a_row
 
     points = points_by(measured, least_in_a_row=_MOST_IN_A_ROW if device.type == "cuda" else _LEAST_IN_A_ROW)
     return link_through(points, dist.get_world_size(group))
