@@ -119,4 +119,4 @@ def _predicted(plan: Plan, lower: Plan, freed_bytes: float, lost_s: float) -> Pl
 
 def _without_peak(plan: Plan) -> Plan:
     """Plan without the details of a peak that is no longer where it was."""
-    return replace(plan, peak_phase="", peak_operator="", peak_parts={}, evaluation_peak_bytes=0)
+    return replace(plan, peak_phase="", peak_operator="", peak_parts={}, loss_bytes=0, evaluation_peak_bytes=0)

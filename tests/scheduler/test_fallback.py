@@ -11,6 +11,7 @@ from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.step import Workload
+from lightning_osdp.report.sentences import summarise
 from lightning_osdp.scheduler import freeable_bytes, in_micro_batches, make_plan, with_less_memory
 from lightning_osdp.simulation import simulate
 from tests.plans import menu, priced
@@ -167,7 +168,9 @@ def test_a_plan_without_predictions_gets_none():
 
 
 def test_smaller_micro_batches_make_up_the_same_step():
-    smaller = in_micro_batches(PLAN, Workload(micro_batch_size=4, num_micro_batches=4))
+    plan = dataclasses.replace(PLAN, loss_bytes=PLAN.peak_bytes // 2)
+    smaller = in_micro_batches(plan, Workload(micro_batch_size=4, num_micro_batches=4))
+    assert dict(summarise(smaller))["step time"] == "not predicted"
     assert (smaller.micro_batch_size, smaller.num_micro_batches) == (4, 4)
     assert smaller.units == PLAN.units
     assert (smaller.step_time_s, smaller.samples_per_s, smaller.peak_bytes) == (0.0, 0.0, 0)
