@@ -294,7 +294,9 @@ class _Watch(TorchFunctionMode):
         if chosen is not None and func not in chosen:
             return func(*args, **kwargs)
         number, before = self._calls.get(func, (0, 0))
-        now = hash((before, _operands(args)))
+        # what has no gradient is told from what has one: torch's checkpointing counts only what saves tensors
+        gradients = (torch.is_grad_enabled(), *(isinstance(arg, Tensor) and arg.requires_grad for arg in args))
+        now = hash((before, gradients, _operands(args)))
         self._calls[func] = number + 1, now
         if chosen is not None and number not in chosen[func]:
             return func(*args, **kwargs)

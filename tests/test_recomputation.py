@@ -422,21 +422,25 @@ class Table(nn.Module):
 
     Where its forward runs again, the table is there. Sequences are as long as features are many, so that its two
     products take operands of the same shapes.
+
+    Args:
+        rank: of the table; 8 gives its product operands of these shapes, too.
     """
 
-    def __init__(self):
+    def __init__(self, rank):
         super().__init__()
-        self.gain, self.table = nn.Parameter(torch.rand(8)), None
+        self.gain, self.table, self.rank = nn.Parameter(torch.rand(8)), None, rank
 
     def forward(self, x):
         if self.table is None:
-            self.table = torch.matmul(torch.ones(2, 8, 2), torch.ones(2, 2, 8))
+            self.table = torch.matmul(torch.ones(2, 8, self.rank), torch.ones(2, self.rank, 8))
         x = torch.sin(x * self.gain)
         return torch.sin(torch.matmul(torch.matmul(x, x.mT).softmax(-1) + self.table, x))
 
 
-def test_a_product_that_forward_alone_makes_does_not_shift_the_others(x):
-    block, x = Table(), x[..., :8]
+@pytest.mark.parametrize("rank", [2, 8])
+def test_a_product_that_forward_alone_makes_does_not_shift_the_others(x, rank):
+    block, x = Table(rank), x[..., :8]
     level = Kept(block, [0, 1])
     block(x)
     for number in range(4):
