@@ -195,12 +195,14 @@ def merged(
     """Units with one at each named module in place of all units and parameters inside; None where one cannot be.
 
     A module cannot hold all parameters below it where some of them are also used outside its forward, or where they
-    train in several dtypes: gradients of a unit are reduced in one tensor. No named module is inside another. Units of
-    several modules are taken apart. Units whose names are in ``but`` stay as they are.
+    train in several dtypes: gradients of a unit are reduced in one tensor. Nor can it where it takes a part of a unit
+    of several modules. No named module is inside another. Units whose names are in ``but`` stay as they are.
     """
     wanted = set(names)
     members: dict[str, list[OperatorProfile]] = {"": []}
+    modules: dict[str, tuple[str, ...]] = {}
     for unit in units:
+        num_taken = 0
         for operator in unit.operators:
             stays = operator.stands_alone or unit.name in but
             around = () if stays else (operator.name, *_ancestors(operator.name))
@@ -208,9 +210,14 @@ def merged(
             if above is not None and above not in operator.enclosing:
                 return None
             members.setdefault(unit.name if above is None else above, []).append(operator)
+            num_taken += above is not None
+        if unit.modules and num_taken == 0:
+            modules[unit.name] = unit.modules
+        elif unit.modules and num_taken < len(unit.operators):
+            return None
     if not all(have_one_dtype(members.get(name, ())) for name in wanted):
         return None
-    return _units(profile, members, {unit.name: unit.modules for unit in units if unit.modules and unit.name in but})
+    return _units(profile, members, modules)
 
 
 def joined(

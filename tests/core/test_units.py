@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.core.units import apart, default_min_unit_bytes, merged, outermost, partition
+from lightning_osdp.core.units import apart, default_min_unit_bytes, joined, merged, outermost, partition
 
 
 def contents(units):
@@ -248,6 +248,28 @@ def test_frozen_parameters_may_have_another_dtype(model, operator):
     }
     two = model(operator("h.a", 10), operator("h.b", 10, frozen=True, dtype="bfloat16"))
     assert contents(merged(two, partition(two, min_unit_bytes=0), ["h"])) == {"": (), "h": ("h.a", "h.b")}
+
+
+def test_a_unit_of_several_modules_stays_one_or_goes_whole_where_modules_become_units(model, operator):
+    frozen = [operator(f"{block}.mlp.{name}", 10, frozen=True) for block in "ab" for name in ("up", "down")]
+    profile = model(operator("a.q", 5), *frozen[:2], operator("b.q", 5), *frozen[2:])
+    units = joined(profile, partition(profile, min_unit_bytes=0), [("a.q", "b.q")])
+    shared = merged(profile, units, ["a.mlp", "b.mlp"])
+    assert contents(shared) == {
+        "": (),
+        "a.q": ("a.q", "b.q"),
+        "a.mlp": ("a.mlp.up", "a.mlp.down"),
+        "b.mlp": ("b.mlp.up", "b.mlp.down"),
+    }
+    of_both = next(unit for unit in shared if unit.name == "a.q")
+    assert (of_both.modules, of_both.calls) == (("a.q", "b.q"), ((0, 3),))
+    assert merged(profile, units, ["b"]) is None
+    assert merged(profile, units, ["a"]) is None
+    assert contents(merged(profile, units, ["a", "b"])) == {
+        "": (),
+        "a": ("a.q", "a.mlp.up", "a.mlp.down"),
+        "b": ("b.q", "b.mlp.up", "b.mlp.down"),
+    }
 
 
 def test_what_is_frozen_is_no_unit_with_what_is_trained_where_modules_can_be_units_by_themselves(model, operator):
