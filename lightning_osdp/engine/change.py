@@ -9,6 +9,7 @@ from typing import Any
 from lightning_osdp.core.axes import AXES, Treatment
 from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.engine.effects import effects_of
 from lightning_osdp.engine.fsdp2 import FSDP2
 from lightning_osdp.errors import PlanMismatchError
 
@@ -18,7 +19,7 @@ FLIPS = frozenset({*(axis.name for axis in AXES.values() if axis.can_change), *_
 """Axes, and settings of a plan, that may change."""
 _OF_PLAN = ("world_size", "node_size", *_DIVISION, *_SETTINGS)
 """Fields that say what is run; all others predict or tell."""
-_OF_UNIT = ("operators", "modules", "num_slices", "exchange")
+_OF_UNIT = ("operators", "modules", "num_slices")
 
 
 def check_change(current: Plan, plan: Plan, *, may_divide: bool = False) -> None:
@@ -55,7 +56,9 @@ def _compared(current: Plan, plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
     yield "units", "the list of units", used_names, planned_names
     if used_names == planned_names:
         for used, planned in zip(current.units, plan.units, strict=True):
-            for field in _OF_UNIT:
+            # where weights move, the exchange only tells what else could
+            moves = any(effects_of(own).exchanges for each in (used, planned) for own in each.treatments)
+            for field in (*_OF_UNIT, *(["exchange"] if moves else [])):
                 yield field, f"{field!r} of unit {used.name!r}", getattr(used, field), getattr(planned, field)
             for axis in AXES:
                 old, new = (tuple(dict.fromkeys(own[axis] for own in each.treatments)) for each in (used, planned))

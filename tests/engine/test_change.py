@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lightning_osdp.core.axes import Treatment, named
+from lightning_osdp.core.axes import STATIONARY, Treatment, named
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.engine import FLIPS, check_change
 from lightning_osdp.errors import PlanMismatchError
@@ -92,6 +92,14 @@ def test_what_cannot_change_is_refused_with_both_values(plan, text):
     remedy = r"To train under that plan, make a new module and a new Trainer with OSDPStrategy\(plan=\.\.\.\)"
     with pytest.raises(PlanMismatchError, match=f"^Expected a plan that differs .* {allowed}, but {text}.*{remedy}"):
         check_change(PLAN, plan)
+
+
+def test_another_exchange_is_refused_only_where_activations_move():
+    check_change(PLAN, with_unit(exchange="row"))
+    check_change(with_unit(exchange="row"), PLAN)
+    used, planned = (with_unit(treatments=(STATIONARY,), exchange=kind) for kind in ("column", "row"))
+    with pytest.raises(PlanMismatchError, match="'exchange' of unit 'b' is 'column' in use and 'row' in the plan"):
+        check_change(used, planned)
 
 
 def test_micro_batches_may_change_where_whoever_drives_steps_says_so():
