@@ -73,6 +73,7 @@ def profile_model(
     rates: DeviceRates | None = None,
     activations: Sequence[str] = DEFAULT_ACTIVATIONS,
     blocks: Collection[str] | None = None,
+    exchanges: bool = False,
     together: Together = alone,
     progress: Progress = silent,
 ) -> ModelProfile:
@@ -91,6 +92,8 @@ def profile_model(
         activations: choices of blocks for the tensors that they save for backward, see `SearchSpace`.
         blocks: names of the modules that may be blocks; None: modules that stand in one container with others of their
             class. Modules that are not called exactly once are left out.
+        exchanges: whether to find operators whose activations can move in place of weights. Only a search space that
+            names ``stationary`` among its modes reads them.
         together: runs the step at the same time on all ranks of a job that profile the model; by default this process
             profiles alone.
         progress: called with each stage as it begins, and with the state of the stage.
@@ -119,7 +122,7 @@ def profile_model(
     )
     progress("tracing the model", "")
     with precision.applied(module), as_eager(module):
-        trace = trace_step(step, traced_choices(activations))
+        trace = trace_step(step, traced_choices(activations), exchanges=exchanges)
         seconds_of = cache(partial(replayed_s, device=device) if rates is None else partial(roofline_s, rates=rates))
         is_run = not step.is_meta and rates is None
         seconds = _seconds(step, trace, seconds_of, together, progress, is_run=is_run)
@@ -153,7 +156,7 @@ def profile_model(
         blocks=profile_blocks(trace, segments, crossings, values_of(activations), again=again, levels=levels),
         crossings=crossings,
         rerun=profile_reruns(trace, may_be_units),
-        exchanges=profile_exchanges(module, profiled, trace),
+        exchanges=profile_exchanges(module, profiled, trace) if exchanges else (),
         fingerprint=fingerprint(module),
         profiled_batch_size=batch_size,
         optimizer=optimizer,

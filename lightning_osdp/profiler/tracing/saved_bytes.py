@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_osdp.core.axes import KEEP
 from lightning_osdp.core.profile import Span
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.step.run_step import loss_in
@@ -66,7 +65,8 @@ class Activations:
     rerun: RerunPlace | None = None
     """Place in the part of forward that runs again in backward; None where the segment does not."""
     handed: Handed | None = None
-    """Bytes that the segment's operator is given and gives; None where that is not known, or blocks do not keep all."""
+    """Bytes that the segment's operator is given and gives; None where that is not known, or was not
+    followed."""
     own_saved_bytes: int = 0
     """Bytes that the operator saves while it runs, and no other segment, weights and what is made of them apart."""
 
@@ -288,11 +288,12 @@ def trace_activations(
     *,
     choice: str,
     kept: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    exchanges: bool = False,
 ) -> list[Activations]:
     """Saved and workspace bytes of each segment, from one forward and backward.
 
     The result of ``run`` stays alive until backward is over. All blocks make one ``choice``, see `saving_less`; those
-    that recompute keep these results.
+    that recompute keep these results. With ``exchanges`` operators' inputs and outputs are followed, too.
     """
     static = _static(module, batch)
     with LiveBytes(static[0].device.type) as live, ExitStack() as cleanup:
@@ -314,7 +315,7 @@ def trace_activations(
         reruns = cleanup.enter_context(recorded_reruns(module, position))
         cleanup.enter_context(saving_less(module, blocks, choice, follower, kept))
         with ExitStack() as forward:
-            if choice == KEEP:
+            if exchanges:
                 forward.enter_context(recorded_feeds(module, follower.feeds))
             forward.enter_context(saved_tensors_hooks(follower.keep, lambda packed: packed))
             forward.enter_context(follower.reads)
@@ -323,7 +324,7 @@ def trace_activations(
         for tensor in tensors_in(returned):
             follower.keep(tensor)
         follower.note_crossings()
-        if choice == KEEP:
+        if exchanges:
             follower.note_operators(returned)
         position.start_backward()
         follower.reads.is_in_backward = True

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from lightning_osdp.core.axes import LEVELS
+from lightning_osdp.core.axes import KEEP, LEVELS
 from lightning_osdp.core.profile import Span
 from lightning_osdp.errors import ProfileError, UntraceableError
 from lightning_osdp.profiler.machine.memory import raise_if_fatal
@@ -51,16 +51,19 @@ class Trace:
     """Trial run of so many samples, on tensors like those that were followed."""
 
 
-def trace_step(step: StepRunner, choices: Collection[str] = ()) -> Trace:
+def trace_step(step: StepRunner, choices: Collection[str] = (), *, exchanges: bool = False) -> Trace:
     """Follows a step with the profiled number of samples and with another one.
+
+    With ``exchanges`` operators' inputs and outputs are followed, too, where blocks keep what they save.
 
     Raises:
         ProfileError: there is no loss; or parameters are on the meta device and the step needs their values.
     """
     try:
         calls_and_short = short_model(step)
-        trace = None if calls_and_short is None else _trace(step, step.on_fake_tensors, *calls_and_short, choices)
-        return trace or trace_whole(step, step.on_fake_tensors, choices)
+        trial = step.on_fake_tensors
+        trace = None if calls_and_short is None else _trace(step, trial, *calls_and_short, choices, exchanges=exchanges)
+        return trace or trace_whole(step, trial, choices, exchanges=exchanges)
     except UntraceableError as error:
         if step.is_meta:
             raise ProfileError(
@@ -70,7 +73,8 @@ def trace_step(step: StepRunner, choices: Collection[str] = ()) -> Trace:
             ) from error
         _log.info("OSDP: the step is traced on real tensors, for on fake ones it fails: %r", error.__cause__)
     # a real tensor that is moved away must come back with its values, which `saving_less` does not do
-    return trace_whole(step, step.on_real_tensors, [choice for choice in choices if choice != "offload"])
+    choices = [choice for choice in choices if choice != "offload"]
+    return trace_whole(step, step.on_real_tensors, choices, exchanges=exchanges)
 
 
 def with_levels(step: StepRunner, trace: Trace, kept: Mapping[str, Sequence[tuple[int, ...]]]) -> Trace:
@@ -107,33 +111,41 @@ def with_levels(step: StepRunner, trace: Trace, kept: Mapping[str, Sequence[tupl
     return replace(trace, saving_less=saving_less)
 
 
-def trace_whole(step: StepRunner, trial: Callable[[int], TrialRun], choices: Collection[str] = ()) -> Trace:
-    """Follows a step of the model with all of its blocks, on the tensors of these trial runs."""
+def trace_whole(
+    step: StepRunner, trial: Callable[[int], TrialRun], choices: Collection[str] = (), *, exchanges: bool = False
+) -> Trace:
+    """Follows a step of the model with all of its blocks, on the tensors of these trial runs; see `trace_step`."""
     with trial(step.batch_size) as (run, _), recorded_calls(step.module) as calls:
         check_loss(run())
     short = ShortModel(calls, range(len(calls.sequence) + 1))
-    trace = _trace(step, trial, calls, short, choices)
+    trace = _trace(step, trial, calls, short, choices, exchanges=exchanges)
     assert trace is not None  # nothing is left out that could disagree
     return trace
 
 
 def _trace(
-    step: StepRunner, trial: Callable[[int], TrialRun], calls: Calls, short: ShortModel, choices: Collection[str]
+    step: StepRunner,
+    trial: Callable[[int], TrialRun],
+    calls: Calls,
+    short: ShortModel,
+    choices: Collection[str],
+    *,
+    exchanges: bool,
 ) -> Trace | None:
     """Follows a step of the short model; None where its blocks turn out not to stand for the others."""
     with short.applied():
-        traced, notes = _by_choice(step, trial, short.calls, choices)
+        traced, notes = _by_choice(step, trial, short.calls, choices, exchanges=exchanges)
     if not all(short.has_equal_blocks(parts) for by_size in traced.values() for parts in by_size.values()):
         return None
     unfolded = {
         choice: {size: short.unfolded(parts) for size, parts in by_size.items()} for choice, by_size in traced.items()
     }
     blocks = find_blocks(step.module, calls, step.blocks)
-    return Trace(calls, short, unfolded.pop("keep"), blocks, unfolded, tuple(notes), trial)
+    return Trace(calls, short, unfolded.pop(KEEP), blocks, unfolded, tuple(notes), trial)
 
 
 def _by_choice(
-    step: StepRunner, trial: Callable[[int], TrialRun], calls: Calls, choices: Collection[str]
+    step: StepRunner, trial: Callable[[int], TrialRun], calls: Calls, choices: Collection[str], *, exchanges: bool
 ) -> tuple[dict[str, dict[int, list[Activations]]], list[str]]:
     """Bytes of segments by choice of all blocks and by micro-batch size; with notes on choices that the step fails in.
 
@@ -143,10 +155,11 @@ def _by_choice(
 
     def traced(size: int, choice: str) -> list[Activations]:
         with trial(size) as (run, batch):
-            return trace_activations(module, batch, calls, run, blocks, choice=choice)
+            is_followed = exchanges and choice == KEEP
+            return trace_activations(module, batch, calls, run, blocks, choice=choice, exchanges=is_followed)
 
     def kept(size: int) -> list[Activations]:
-        parts = traced(size, "keep")
+        parts = traced(size, KEEP)
         try:
             with trial(size) as (run, batch):
                 trace_evaluation(module, batch, calls, run, parts)
@@ -159,9 +172,9 @@ def _by_choice(
         return parts
 
     size, other, notes = step.batch_size, another_size(step.batch_size), list[str]()
-    by_choice = {"keep": {size: kept(size)}}
+    by_choice = {KEEP: {size: kept(size)}}
     try:
-        by_choice["keep"][other] = kept(other)
+        by_choice[KEEP][other] = kept(other)
     except Exception as error:  # a model may be made for one size only
         raise_if_fatal(error)
         _log.warning(
@@ -171,7 +184,7 @@ def _by_choice(
         )
     for choice in choices if blocks else ():
         try:
-            by_choice[choice] = {size: traced(size, choice) for size in by_choice["keep"]}
+            by_choice[choice] = {size: traced(size, choice) for size in by_choice[KEEP]}
         except Exception as error:  # noqa: PERF203
             raise_if_fatal(error)
             reason = str(_cause(error)).strip().partition("\n")[0]

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply import check_initializable
 from lightning_osdp.callbacks.peak import elements_in
+from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
@@ -272,6 +273,7 @@ class FitProfiler:
                 TrainingStep(run, optimizers, precision, num_samples, self._device),
                 activations=("keep",) if options.cost_model == "paper" else activations,
                 blocks=options.recomputed or None,
+                exchanges=STATIONARY.name in options.search_space.modes,
                 together=in_step,
                 progress=self._progress,
             )

@@ -64,9 +64,9 @@ def profile_of(module):
 def _profiled(module):
     batch = next(iter(module.loader(0, 1)))
     try:
-        profile = profile_model(module, batch, rates=STATED_RATES)
+        profile = profile_model(module, batch, rates=STATED_RATES, exchanges=True)
     except UntraceableError:  # it reads values, so it is timed
-        profile = profile_model(module, batch)
+        profile = profile_model(module, batch, exchanges=True)
     return dataclasses.replace(profile, optimizer=dataclasses.replace(profile.optimizer, s_per_element=1e-9))
 
 

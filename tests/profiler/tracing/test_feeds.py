@@ -17,14 +17,22 @@ def layers(**others):
     return {"a": nn.Linear(WIDTH, HIDDEN), "b": nn.Linear(HIDDEN, OUTPUTS)} | others
 
 
-def profiled(step, modules=None, batch=None):
+def profiled(step, modules=None, batch=None, *, exchanges=True):
     torch.manual_seed(0)
     batch = torch.randn(2, WIDTH) if batch is None else batch
-    return profile_model(Net(step, **(modules or layers())), batch, activations=("keep",))
+    return profile_model(Net(step, **(modules or layers())), batch, activations=("keep",), exchanges=exchanges)
 
 
 def exchanges(step, modules=None, batch=None):
     return {each.operators: each.kind for each in profiled(step, modules, batch).exchanges}
+
+
+def test_operators_are_followed_only_where_that_is_asked(monkeypatch):
+    monkeypatch.setattr(
+        "lightning_osdp.profiler.tracing.saved_bytes.recorded_feeds", lambda *_: pytest.fail("followed")
+    )
+    monkeypatch.setattr("lightning_osdp.profiler.model.profile_exchanges", lambda *_: pytest.fail("looked for"))
+    assert profiled(lambda m, x: m.b(F.relu(m.a(x))).sum(), exchanges=False).exchanges == ()
 
 
 ALONE = {("a",): "column", ("b",): "row"}

@@ -9,7 +9,7 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_osdp import Cluster, OSDPStrategy, ProfileError
+from lightning_osdp import Cluster, OSDPStrategy, ProfileError, SearchSpace
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.strategy.planning import plan_fit, profile_fit
 
@@ -42,9 +42,9 @@ def fit(tmp_path, monkeypatch):
     stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
     monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
 
-    def run(module):
+    def run(module, **options):
         trainer = L.Trainer(
-            strategy=OSDPStrategy(batch_size="keep"),
+            strategy=OSDPStrategy(batch_size="keep", **options),
             accelerator="cpu",
             devices=1,
             max_steps=2,
@@ -180,6 +180,19 @@ def test_a_model_that_is_partly_on_the_meta_device_is_profiled_without_any_value
     assert found == {True}
     assert module.ramp.values.tolist() == list(range(8))
     assert not torch.equal(module.second.weight.to_local(), before)
+
+
+def test_exchanges_are_profiled_where_the_search_space_names_them(fit, monkeypatch):
+    asked, profile_model = [], profile_fit.profile_model
+
+    def noted(*args, **options):
+        asked.append(options["exchanges"])
+        return profile_model(*args, **options)
+
+    monkeypatch.setattr(profile_fit, "profile_model", noted)
+    fit(Net())
+    fit(Net(), search_space=SearchSpace(modes=("ZDP", "stationary")))
+    assert asked == [False, True]
 
 
 def test_metrics_of_a_model_that_is_not_on_its_device_are_there_while_it_is_profiled(fit, monkeypatch):
