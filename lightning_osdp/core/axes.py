@@ -62,12 +62,12 @@ def _moves_applies(value: str, _: Treatment, subject: Subject) -> bool:
 
 
 def _home_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
-    """Tells if a unit can be sharded over these ranks: one that moves activations is, over all of them."""
+    """Tells if a unit can be sharded over these ranks: over all where it moves activations."""
     return value == "all" or (subject.has_nodes and treatment["moves"] == "weights")
 
 
 def _keep_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
-    """Tells if forward can leave so much of a unit. Of one that moves activations it leaves nothing.
+    """Tells if forward can leave so much of a unit: nothing where it moves activations.
 
     Only frozen units can stay unsharded for ever. They are sharded over all ranks, for a shard in the node would save
     no all-gather where there is one in a fit. A shard in the node serves units that are sharded over more ranks than
@@ -102,8 +102,8 @@ def _saves_applies(value: str, _: Treatment, subject: Subject) -> bool:
 AXES: Mapping[str, Axis] = {
     axis.name: axis
     for axis in (
-        # What goes from rank to rank for a unit: its weights, which are gathered; or activations of its operators, each
-        # rank working with its part of the weights on the samples of all.
+        # Tensors that go from rank to rank for a unit: its weights, which are gathered; or activations of its
+        # operators, each rank working with its part of the weights on the samples of all.
         Axis(
             name="moves",
             on="unit",

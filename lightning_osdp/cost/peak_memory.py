@@ -26,8 +26,8 @@ forward has left it to where backward comes back: they count as x_u P_u does. fl
 any choice, without its A_u, and with what any two of the blocks may have in flight to the host.
 
 A unit that moves activations holds what its operators save beyond the rest, E_u, from forward to backward, as x_u P_u.
-What it holds while it runs is left out, and so is what it does not gather; but where it is known to move activations,
-floor_k is that of a step in which it does.
+Tensors that it holds while it runs are left out. floor_k has the weights that it would gather, except where it is known
+to move activations: floor_k is then that of a step in which it does.
 
 A bound, for not all of these are alive at the same time as the rest: floor_k has P_u of the units that run then, kept
 or not; the first micro-batch has not made all gradients yet, and the last one has reduced some.

@@ -28,8 +28,9 @@ On gloo q is 2 r, and the last term the sum of both.
   reducing.
 - A resident unit is there all the time, also while the optimizer steps. Before a step all of them are gathered that are
   not there yet, one after the other, the largest first.
-- Of a unit that moves activations backward makes the gradient of the shard, which needs no reduction. Under mixed
-  precision its shard is cast, and stays so for backward. What its activations take is in the profile's segments.
+- Backward makes the gradient of the shard of a unit that moves activations, which needs no reduction. Under mixed
+  precision the unit's shard is cast, and stays so for backward. The profile's segments have the bytes of its
+  activations.
 - On one rank there are no buffers, but shards are copied all the same.
 - Gradients that are not reduced are left as backward makes them, and added to in place; or cast to the dtype of
   reducing, where that is another, and those of the next micro-batch are added when a unit has all of them.

@@ -119,8 +119,8 @@ def _cut(operator: Operator, num_features: int | None, flows: Mapping[str, Flow]
 def profile_exchanges(module: nn.Module, operators: Iterable[OperatorProfile], trace: Trace) -> tuple[Exchange, ...]:
     """Operators, and pairs of them, whose activations can move in place of their weights.
 
-    Each can be a unit, is trained as a whole, is called once, and has no hooks. Of the two ways of an operator with
-    features on both sides there is the one that sends fewer bytes.
+    Each can be a unit, is trained as a whole, is called once, and has no hooks. An operator with features on both sides
+    could move them in two ways: the one that sends fewer bytes is taken.
     """
     features = splittable(module)
     may = {

@@ -308,9 +308,9 @@ def wire_bytes(plan: Plan) -> float:
     An hpZ unit has K all-gathers over the m ranks of a node, and a rank sends (m-1)/m of its bytes in each. All
     collectives of an HSDP or HDP unit are over these ranks. Each of its reduce-scatters, or with sync node the last
     one, is followed by an all-reduce of S/m between N/m nodes, in which a rank sends 2 (1 - m/N) of that.
-    What is frozen has no gradients to reduce. Resident units are gathered in the first step of all, which is not
-    counted. Units that move activations send what the plan says of them; what else is left out is as in
-    `planned_collectives`.
+    Frozen parameters have no gradients to reduce. Resident units are gathered before the first step, which is not
+    counted. Units that move activations send what the plan says of them. All else is left out that
+    `planned_collectives` leaves out.
     """
     return sum(_unit_wire_bytes(unit, plan) for unit in plan.units)
 

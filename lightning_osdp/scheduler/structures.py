@@ -127,7 +127,8 @@ def pairs(attempt: Attempt) -> Iterator[Setting]:
 def moving(attempt: Attempt) -> Iterator[Setting]:
     """Operators and pairs that move activations whatever it takes: those found best so, those that send less, or all.
 
-    What they would gather else need not fit. Without a choice of theirs, bytes that others may hold are known exactly.
+    Weights that they would else gather need not fit. Without a choice of theirs, bytes that others may hold are known
+    exactly.
     """
     tried = set[tuple[int, frozenset[str]]]()
     for setting in () if not _moves_activations(attempt) else (*pair_units(attempt.base), attempt.base):

@@ -238,8 +238,8 @@ class _Follower:
 class _Reads(TorchDispatchMode):
     """Notes which parameters a step reads in backward, or saves for it, by the segments of their operators.
 
-    What is made of parameters alone counts as they do: where training gathers a parameter in the dtype of computing,
-    the copy that autocast makes of it here is the parameter itself.
+    Tensors that are made of parameters alone count as they do: where training gathers a parameter in the dtype of
+    computing, the copy that autocast makes of it here is the parameter itself.
     """
 
     def __init__(self) -> None:
