@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from typing_extensions import override
 
 
@@ -79,14 +78,6 @@ def to_features(rows: Tensor, call: Call) -> Tensor:
     return _Exchange.apply(rows, call, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def linear_gathering_again(rows: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """Computes ``F.linear(gather(rows), weight, bias)``, and gathers rows a second time in backward, not to save them.
-
-    Tensors are of one dtype.
-    """
-    return _GatheringAgain.apply(rows, weight, bias, call)  # type: ignore[no-untyped-call,no-any-return]
-
-
 def own_part(parameter: DTensor) -> Tensor:
     """This rank's part of a parameter that is cut over the ranks of a mesh with one dimension.
 
@@ -111,31 +102,6 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.call.before_backward()
         return ctx.back(gradient, ctx.call), None, None, None
-
-
-class _GatheringAgain(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        ctx.call = call
-        ctx.save_for_backward(rows, weight)
-        return F.linear(_gathered(rows, call), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        rows, weight = ctx.saved_tensors
-        of_rows = of_weight = of_bias = None
-        if ctx.needs_input_grad[1]:
-            ctx.call.before_backward()
-            of_weight = gradient.t() @ _gathered(rows, ctx.call)
-        if ctx.needs_input_grad[2]:
-            of_bias = gradient.sum(0)
-        if ctx.needs_input_grad[0]:
-            ctx.call.before_backward()
-            of_rows = _summed(gradient @ weight, ctx.call)
-        return of_rows, of_weight, of_bias, None
 
 
 class _OwnPart(torch.autograd.Function):

@@ -25,7 +25,6 @@ from lightning_osdp.splitting import parameter_like
 from lightning_osdp.stationary.exchanges import (
     Call,
     gather,
-    linear_gathering_again,
     own_part,
     part_sizes,
     sum_up,
@@ -52,8 +51,6 @@ class Ranks:
     """Precision to compute in; None for that of the parameters."""
     casts_inputs: bool = False
     """True if inputs are cast to that precision."""
-    gathers_again: bool = False
-    """True if inputs are gathered a second time in backward, and not kept. Rows and embeddings keep none anyway."""
 
     def call(self, num_rows: int) -> Call:
         """Begins a call of an operator, which all ranks make at a time."""
@@ -119,10 +116,7 @@ class _Column(_Linear):
     """Each rank has some of the outputs, and gets the inputs of all samples."""
 
     def _features_of(self, rows: Tensor, call: Call) -> Tensor:
-        weight, bias = self._own_weight(), self._own("bias")
-        if not self._osdp_stationary.ranks.gathers_again:
-            return F.linear(gather(rows, call), weight, bias)
-        return linear_gathering_again(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype), call)
+        return F.linear(gather(rows, call), self._own_weight(), self._own("bias"))
 
     @override
     def forward(self, input: Tensor) -> Tensor:  # as torch names it

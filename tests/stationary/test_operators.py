@@ -26,24 +26,23 @@ class Model(nn.Module):
         return self.last(x + self.down(self.act(self.up(x))))
 
 
-def ranks(**options):
-    return Ranks(mesh=init_device_mesh("cpu", (1,)), rows_of_ranks=lambda num_rows: [num_rows], **options)
+def ranks():
+    return Ranks(mesh=init_device_mesh("cpu", (1,)), rows_of_ranks=lambda num_rows: [num_rows])
 
 
 KINDS = {"embedding": ("embedding",), "pair": ("up", "down"), "column": ("last",)}
 
 
-def changed(model, kinds=KINDS, **options):
+def changed(model, kinds=KINDS):
     for kind, operators in kinds.items():
         assert refusal(model, kind, operators) == ""
-        make_stationary(model, kind, operators, ranks(**options))
+        make_stationary(model, kind, operators, ranks())
     return model
 
 
-@pytest.mark.parametrize("gathers_again", [False, True])
-def test_names_classes_and_results_stay(one_rank, gathers_again):
+def test_names_classes_and_results_stay(one_rank):
     whole, indices = Model(), torch.randint(7, (4, 6))
-    model = changed(copy.deepcopy(whole), gathers_again=gathers_again)
+    model = changed(copy.deepcopy(whole))
     assert [*dict(model.named_parameters())] == [*dict(whole.named_parameters())]
     assert isinstance(model.up, nn.Linear)
     assert repr(model) == repr(whole)
