@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -25,6 +25,14 @@ _ALSO_ELEMENTWISE = frozenset(
     }
 )  # fmt: skip
 """Operations of torch that treat all elements alike, and are not marked so."""
+_ALIKE = frozenset(
+    {
+        "device", "dim", "dtype", "element_size", "get_device", "is_complex", "is_cpu", "is_cuda", "is_floating_point",
+        "is_inference", "is_leaf", "is_meta", "is_mps", "is_nested", "is_quantized", "is_signed", "is_sparse", "is_xpu",
+        "itemsize", "layout", "ndim", "ndimension", "requires_grad", "untyped_storage",
+    }
+)  # fmt: skip
+"""Functions and attributes of tensors that give no tensor, and the same on all ranks."""
 _OF_GRADIENTS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
 _NUM_CHECKED = 2
 """Number of rows on which a function is checked."""
@@ -50,7 +58,8 @@ class Features(Tensor):
     """Tensor (..., rows of all ranks, features of this rank) that only elementwise functions can be applied to.
 
     Any other function would compute something else here than on the features of one rank's samples: it raises a
-    `ConfigurationError`, on all ranks alike. So does a function of another tensor with several elements. Functions that
+    `ConfigurationError`, on all ranks alike. So does a function of another tensor, which may differ
+    between ranks, unless that is a parameter of one element, and a function that gives sizes. Functions that
     draw random numbers, as dropout does, draw others on each rank, and as reproducibly: ranks have other features, and
     where all ranks have one seed they would get one mask.
     """
@@ -88,8 +97,9 @@ class Features(Tensor):
             if func in _OF_GRADIENTS:
                 _refuse(pair, func, "of gradients")
             for each in leaves:
-                if isinstance(each, Tensor) and not isinstance(each, Features) and each.numel() > 1:
-                    _refuse(pair, func, f"of another tensor, of shape {tuple(each.shape)}")
+                if isinstance(each, Tensor) and not isinstance(each, Features) and not is_number_of_all(each):
+                    why = f"of another tensor, of shape {tuple(each.shape)} and no parameter of one element"
+                    _refuse(pair, func, why)
             # Autograd saves plain tensors: backward, where other modes may be in between, meets no `Features`.
             run = partial(func, *tree_map(_plain, args), **tree_map(_plain, kwargs))
             key = _key(func, args, kwargs)
@@ -100,6 +110,9 @@ class Features(Tensor):
                     pair.known[key] = is_random
             result = _drawn(run, call, own.device) if is_random else run()
 
+            if is_of_one_rank(func, result):
+                _refuse(pair, func, "which gives what only this rank's features have")
+
             def wrapped(value: Any) -> Any:
                 if not isinstance(value, Tensor):
                     return value
@@ -108,6 +121,16 @@ class Features(Tensor):
                 return cls.of(value, pair, call, lead)
 
             return tree_map(wrapped, result)
+
+
+def is_number_of_all(tensor: Tensor) -> bool:
+    """Tells if a tensor is a parameter of one element: no other tensor is known to have the same value on all ranks."""
+    return isinstance(tensor, nn.Parameter) and tensor.numel() == 1
+
+
+def is_of_one_rank(func: Any, result: Any) -> bool:
+    """Tells if the result of a function of features has anything but tensors that other ranks may have otherwise."""
+    return _name(func) not in _ALIKE and not all(isinstance(each, Tensor) for each in tree_leaves(result))
 
 
 class _Elementwise(TorchDispatchMode):
@@ -155,7 +178,11 @@ def _checked(pair: Pair, func: Any, args: Any, kwargs: Any) -> bool:
     def few(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.plain().detach()[..., :_NUM_CHECKED, :].clone() if isinstance(value, Features) else value.detach()
+        if not isinstance(value, Features):
+            return value.detach()
+        rows = value.plain().detach()[..., :_NUM_CHECKED, :]
+        # Of an empty tensor, dropout draws nothing on CPU.
+        return rows.clone() if rows.numel() else rows.new_ones([max(1, size) for size in rows.shape])
 
     given = tree_map(few, (args, kwargs))
     with torch.no_grad(), torch.random.fork_rng(_devices_in(given)), _Elementwise() as found:
@@ -182,10 +209,15 @@ def _devices_in(values: Any) -> list[torch.device]:
     return list({each.device for each in tree_leaves(values) if isinstance(each, Tensor) and each.is_cuda})
 
 
-def _refuse(pair: Pair, func: Any, why: str) -> NoReturn:
+def _name(func: Any) -> str:
+    """Name of a function, or of the attribute that it reads."""
     name = getattr(func, "__name__", str(func))
+    return str(getattr(func.__self__, "__name__", name)) if name == "__get__" else str(name)
+
+
+def _refuse(pair: Pair, func: Any, why: str) -> NoReturn:
     raise ConfigurationError(
         f"Expected only elementwise functions of one tensor between {pair.first!r} and {pair.second!r}, which move"
-        f" activations as a pair, got {name}, {why}. Each rank has some features of all ranks' samples there. Plan anew"
-        " by leaving out `plan=`, or have the two move weights."
+        f" activations as a pair, got {_name(func)}, {why}. Each rank has some features of all ranks' samples there."
+        " Plan anew by leaving out `plan=`, or have the two move weights."
     )

@@ -33,7 +33,8 @@ ELEMENTWISE = {
     "leaky": nn.LeakyReLU(0.1),
     "new_gelu": new_gelu,
     "gated": lambda x: x * torch.sigmoid(1.702 * x),
-    "scaled": lambda x: x * torch.tensor(0.5),
+    "scaled": lambda x: x * nn.Parameter(torch.tensor(0.5)),
+    "as its kind": lambda x: x * 2 if x.dtype.is_floating_point and x.dim() == 2 and x.requires_grad else x.neg(),
     "prelu": nn.PReLU(),
     "precision": lambda x: F.gelu(x.float()).to(x.dtype),
     "evaluated dropout": nn.Dropout(0.5).eval(),
@@ -54,6 +55,16 @@ def test_elementwise_functions_compute_as_on_plain_tensors(name):
         assert torch.equal(of_found, of_values)
 
 
+READS = {
+    "shape": lambda x: x.shape[-1],
+    "size": lambda x: x.size(-1),
+    "numel": torch.numel,
+    "nelement": lambda x: x.nelement(),
+    "__len__": len,
+    "stride": lambda x: x.stride(0),
+    "nbytes": lambda x: x.nbytes,
+}
+"""Functions that give numbers of this rank's features."""
 OTHERS = {
     "softmax": lambda x: F.softmax(x, -1),
     "normalized": lambda x: F.layer_norm(x, (3,)),
@@ -72,6 +83,11 @@ OTHERS = {
     "item": lambda x: x.max().item(),
     "joined": lambda x: torch.cat([x, x]),
     "hooked": lambda x: x.register_hook(print),
+    "number of this rank": lambda x: x * torch.tensor(0.5),
+    "buffer of this rank": lambda x: x * nn.BatchNorm1d(3).num_batches_tracked,
+    "made of a parameter": lambda x: x * nn.Parameter(torch.tensor(0.5)).exp(),
+    "written": lambda x: x.__setitem__(slice(None), 0.0),
+    **{f"reads {name}": lambda x, read=read: x / read(x) for name, read in READS.items()},
 }
 
 
@@ -100,6 +116,12 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("name", ["shape", "size", "numel"])
+def test_an_error_says_that_sizes_are_of_this_rank(name):
+    with pytest.raises(ConfigurationError, match=f"got {name}, which gives what only this rank's features have"):
+        READS[name](features(torch.randn(4, 3)))
+
+
 def test_backward_meets_plain_tensors_alone():
     values = torch.randn(4, 3, requires_grad=True)
     found = F.silu(F.dropout(F.gelu(features(values)), 0.5)).plain().sum()
@@ -121,6 +143,25 @@ def test_dropout_draws_other_numbers_on_each_rank_and_the_same_with_one_seed():
     assert 0.7 < (of_0 > 0).float().mean() < 0.8
     first, second = masks(0, times=2)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
+def test_ranks_draw_alike_where_a_tensor_is_empty(shape):
+    """Without rows at first, or without features at all."""
+    found, states = [], []
+    for rank in (0, 1):
+        torch.manual_seed(0)
+        pair = Pair("up", "down")
+        empty = F.dropout(features(torch.ones(shape), 0, pair), 0.25)
+        assert empty.plain().shape == shape
+        found.append(F.dropout(features(torch.ones(64, 64), rank, pair), 0.25).plain())
+        states.append(torch.get_rng_state())
+    assert not torch.equal(*found)
+    assert torch.equal(*states)
+    torch.manual_seed(0)
+    F.dropout(features(torch.ones(64, 64)), 0.25)
+    F.dropout(features(torch.ones(64, 64)), 0.25)
+    assert torch.equal(torch.get_rng_state(), states[0])
 
 
 def test_random_numbers_go_on_alike_on_all_ranks():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -252,7 +253,8 @@ def followed(module: nn.Module, position: Position) -> Iterator[None]:
             tensor = next((t for t in floating_tensors(output) if t.requires_grad), None)
             if tensor is not None:
                 # Removed at the end, for a module may return its parameter.
-                cleanup.callback(tensor.register_hook(lambda _: position.gradient(segment)).remove)
+                with DisableTorchFunction():  # no hook of the model's own
+                    cleanup.callback(tensor.register_hook(lambda _: position.gradient(segment)).remove)
 
         for name in dict.fromkeys(position.calls.sequence):
             cleanup.callback(modules[name].register_forward_pre_hook(partial(position.call, name)).remove)

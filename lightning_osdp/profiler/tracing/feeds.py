@@ -13,17 +13,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Position
 from lightning_osdp.splitting.splitters import SPLITTERS
+from lightning_osdp.stationary.features import is_number_of_all, is_of_one_rank
 
 _ALSO_ELEMENTWISE = frozenset(
     {
-        "_to_copy", "alias", "bernoulli", "bernoulli_", "clone", "copy_", "detach", "detach_", "empty_like", "fill_",
-        "full_like", "native_dropout", "normal_", "ones_like", "rand_like", "randn_like", "uniform_", "zeros_like",
+        "_prelu_kernel", "_to_copy", "alias", "bernoulli", "bernoulli_", "clone", "copy_", "detach", "detach_",
+        "empty_like", "fill_", "full_like", "native_dropout", "normal_", "ones_like", "rand_like", "randn_like",
+        "uniform_", "zeros_like",
     }
 )  # fmt: skip
 """Operations that torch does not mark as pointwise. Views are none of them: ranks would have other shapes."""
@@ -73,14 +76,14 @@ class Feeds(TorchDispatchMode):
 
     def leave(self, _: nn.Module, __: Any, output: Any) -> None:
         """Hook behind an operator."""
-        segment, given, self.running, self._input = self.running, self._input, None, None
-        if segment is None or given is None or not isinstance(output, Tensor) or not output.is_floating_point():
-            return
-        itemsize = output.element_size() if given.is_floating_point() else given.element_size()
-        num_bytes = given.numel() * itemsize
-        self._handed[segment] = Handed(num_bytes, num_bytes if given.requires_grad else 0, output.nbytes)
-        self._takers[segment] = set()
-        self._note(output, frozenset([segment]))
+        segment, given = self.running, self._input
+        if segment is not None and given is not None and isinstance(output, Tensor) and output.is_floating_point():
+            itemsize = output.element_size() if given.is_floating_point() else given.element_size()
+            num_bytes = given.numel() * itemsize
+            self._handed[segment] = Handed(num_bytes, num_bytes if given.requires_grad else 0, output.nbytes)
+            self._takers[segment] = set()
+            self._note(output, frozenset([segment]))
+        self.running = self._input = None
 
     def end(self, returned: Any) -> None:
         """Ends forward, which has returned this."""
@@ -95,6 +98,18 @@ class Feeds(TorchDispatchMode):
             taker = next(iter(takers)) if len(takers) == 1 else None
             found[segment] = handed if taker is None else handed._replace(feeds=taker - segment)
         return found
+
+    def see(self, function: Any, given: list[Tensor], result: Any) -> None:
+        """Takes what a function of torch is called with and gives, before the function is cut into operations.
+
+        Sizes never come to be an operation, and a parameter may be cast before it does.
+        """
+        keys = [storage_key(tensor) for tensor in given]
+        sources = frozenset[int]().union(*(self._of.get(key, frozenset()) for key in keys))
+        if sources and self.running is None:
+            others = (tensor for tensor, key in zip(given, keys, strict=True) if key not in self._of)
+            if is_of_one_rank(function, result) or not all(map(is_number_of_all, others)):
+                self._take(sources, None)
 
     @override
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,6 +145,20 @@ class Feeds(TorchDispatchMode):
         self._of[key] = sources
 
 
+class _Functions(TorchFunctionMode):
+    """Shows functions of torch to `Feeds`."""
+
+    def __init__(self, feeds: Feeds) -> None:
+        super().__init__()
+        self.feeds = feeds
+
+    @override
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.feeds.see(function, [*tensors_in((args, kwargs))], result)
+        return result
+
+
 @contextmanager
 def recorded_feeds(module: nn.Module, feeds: Feeds) -> Iterator[None]:
     """Records what operators are given and give, of those that are of a class that can be cut, and called once.
@@ -144,4 +173,5 @@ def recorded_feeds(module: nn.Module, feeds: Feeds) -> Iterator[None]:
                 cleanup.callback(child.register_forward_pre_hook(feeds.enter, with_kwargs=True).remove)
                 cleanup.callback(child.register_forward_hook(feeds.leave).remove)
         cleanup.enter_context(feeds)
+        cleanup.enter_context(_Functions(feeds))
         yield

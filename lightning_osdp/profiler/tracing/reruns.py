@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch._C import DisableTorchFunction
 
 from lightning_osdp.profiler.tracing.calls import Position, floating_tensors
 
@@ -60,7 +61,8 @@ class Reruns:
         last = min(position.now, position.num_segments - 2)
         tensor = next((tensor for tensor in floating_tensors(output) if tensor.requires_grad), None)
         if tensor is not None:
-            tensor.register_hook(lambda _: self._reached.update({name: last}))
+            with DisableTorchFunction():  # no hook of the model's own
+                tensor.register_hook(lambda _: self._reached.update({name: last}))
 
     def by_segment(self) -> dict[int, RerunPlace]:
         """Segments that are run again, each the first time only: reruns inside of reruns gather nothing."""

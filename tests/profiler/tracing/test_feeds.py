@@ -1,5 +1,7 @@
 """Operators and pairs whose activations can move, found in one forward, and what they are given and give."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,7 @@ ELEMENTWISE = {
     "noise": lambda x: x + torch.randn_like(x),
     "cast": lambda x: x.double().tanh().float(),
     "out of the graph": lambda x: x + x.detach(),
+    "as its kind": lambda x: x * 2 if x.dtype.is_floating_point and x.dim() == 2 and x.requires_grad else x.sum(),
 }
 
 
@@ -67,6 +70,12 @@ OTHERS = {
     "halves": lambda x: torch.cat(x.chunk(2, -1)[::-1], -1),
     "of channels": lambda x: F.dropout2d(x[..., None, None], 0.5, training=True)[..., 0, 0],
     "cumulative": lambda x: x.cumsum(-1),
+    "width": lambda x: F.gelu(x / math.sqrt(x.size(-1))),
+    "shape": lambda x: F.gelu(x / x.shape[-1]),
+    "number of elements": lambda x: x / x.numel(),
+    "length": lambda x: x / len(x),
+    "hook": lambda x: x.register_hook(lambda gradient: gradient) and x,
+    "constant": lambda x: x * torch.tensor(0.5),
     "no gradient": lambda x: x.detach() + F.layer_norm(x.detach(), [HIDDEN]),
 }
 
@@ -74,6 +83,16 @@ OTHERS = {
 @pytest.mark.parametrize("between", OTHERS.values(), ids=OTHERS)
 def test_what_mixes_features_or_knows_their_places_is_no_pair(between):
     assert exchanges(lambda m, x: m.b(between(m.a(x))).sum()) == ALONE
+
+
+def test_of_other_tensors_only_a_parameter_of_one_element_is_alike_on_all_ranks():
+    modules = layers(act=nn.PReLU(init=0.5))
+    assert exchanges(lambda m, x: m.b(m.act(m.a(x))).sum(), modules) == PAIR
+    assert exchanges(lambda m, x: m.b(m.a(x) * m.act.weight).sum(), modules) == PAIR
+    assert exchanges(lambda m, x: m.b(m.a(x) * m.act.weight.exp()).sum(), modules) == ALONE
+    assert exchanges(lambda m, x: m.b(m.a(x) * x.mean()).sum(), modules) == ALONE
+    modules = layers(norm=nn.BatchNorm1d(WIDTH))
+    assert exchanges(lambda m, x: m.b(m.a(x) * m.norm.num_batches_tracked).sum(), modules) == ALONE
 
 
 def twice(m, x):
