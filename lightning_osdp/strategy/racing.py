@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -212,7 +213,7 @@ def _reason_against(trainer: pl.Trainer, units: Units) -> str:
 
 
 def _racers(trainer: pl.Trainer, units: Units) -> Sequence[Candidate] | str:
-    """Candidates, the plan in use first; or why they need no race. The same on all ranks."""
+    """Finds the same candidates on all ranks, the plan in use first; or says why they need no race."""
     plan, choice, race = units.sharded.plan, units.choice, units.options.race
     assert plan is not None
 
@@ -234,12 +235,17 @@ def _racers(trainer: pl.Trainer, units: Units) -> Sequence[Candidate] | str:
     racers = on_rank_zero(found)
     if isinstance(racers, str):
         return racers
-    num_steps = Race.of([racer.is_plain for racer in racers]).most_steps
-    # the Trainer's number is -1 where a loader has no length
-    left = trainer.estimated_stepping_batches - trainer.global_step
-    if race == "auto" and 0 <= left < num_steps / MOST_SHARE:
+    num_steps = WARM_UP_STEPS + Race.of([racer.is_plain for racer in racers]).most_steps
+    left = min(all_gather_values(_steps_left(trainer)))  # loaders may have other lengths on other ranks
+    if race == "auto" and left < num_steps / MOST_SHARE:
         return f"up to {num_steps} optimizer steps are more than {MOST_SHARE:.0%} of the {left} of this fit"
     return [dataclasses.replace(racers[0], plan=plan), *racers[1:]]
+
+
+def _steps_left(trainer: pl.Trainer) -> float:
+    """Optimizer steps that this rank's loaders and the Trainer's limits leave; infinite where nobody knows."""
+    number = trainer.estimated_stepping_batches
+    return math.inf if number < 0 else number - trainer.global_step
 
 
 def _fitting(trainer: pl.Trainer, model: ReusableModel, racers: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -114,7 +114,7 @@ def test_plans_whose_dry_run_does_not_fit_are_left_out(monkeypatch, caplog):
     assert "OSDP: b is left out of the race, for its dry run ran out of memory." in caplog.text
 
 
-@pytest.mark.parametrize(("race", "num_steps", "has_one"), [("auto", 60, True), ("auto", 59, False), (True, 59, True)])
+@pytest.mark.parametrize(("race", "num_steps", "has_one"), [("auto", 80, True), ("auto", 79, False), (True, 79, True)])
 def test_a_race_that_nobody_asked_for_lasts_a_tenth_of_a_fit_at_most(monkeypatch, race, num_steps, has_one):
     racers = (racer("the plan", 1.0), racer("other", 1.0))
     monkeypatch.setattr(racing, "candidates", lambda *_, **__: racers)
@@ -126,9 +126,11 @@ def test_a_race_that_nobody_asked_for_lasts_a_tenth_of_a_fit_at_most(monkeypatch
         options=SimpleNamespace(race=race, engine=None),
     )
     found = racing._racers(trainer, units)
-    assert found == ([*racers] if has_one else "up to 6 optimizer steps are more than 10% of the 59 of this fit")
+    assert found == ([*racers] if has_one else "up to 8 optimizer steps are more than 10% of the 79 of this fit")
     trainer.estimated_stepping_batches = -1
     assert racing._racers(trainer, units) == [*racers]
+    monkeypatch.setattr(racing, "all_gather_values", lambda value: [value, num_steps])  # another rank knows its number
+    assert racing._racers(trainer, units) == found
 
 
 @pytest.mark.parametrize(
