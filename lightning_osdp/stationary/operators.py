@@ -175,7 +175,7 @@ class _Second(_Row):
         if not isinstance(input, Features) or input.pair is not pair:
             raise ConfigurationError(
                 f"Expected {pair.second!r} to be given what {pair.first!r} has made, with elementwise functions"
-                f" between, for the two move activations as a pair; got something else, of shape {tuple(input.shape)}."
+                f" between, for the two move activations as a pair; got another {type(input).__name__}."
                 " Plan anew by leaving out `plan=`, or have the two move weights."
             )
         outputs = self._outputs_of(input.plain().flatten(0, -2), input.call)
