@@ -166,8 +166,8 @@ def _measure_link(device: torch.device, collective: Callable[..., None], group: 
     On CPU each collective follows computing, as in a step: ranks that share cores wait for one until the others have
     had theirs, which ranks that only communicate do not. The seconds of that computing alone are taken off.
     """
-    matrix = torch.ones(_WIDTH_ON_CPU, _WIDTH_ON_CPU, device=device)
     num_products = _PRODUCTS_BETWEEN if device.type == "cpu" else 0
+    matrix = torch.ones(_WIDTH_ON_CPU, _WIDTH_ON_CPU)
 
     def measured(num_bytes: int, in_a_row: int) -> tuple[int, float]:
         whole, shard = _whole_and_shard(num_bytes, device, group)
