@@ -344,7 +344,8 @@ def _units(
 def _may_exchange(profile: ModelProfile, exchange: Exchange, modules: Collection[str], calls: Sequence[Span]) -> bool:
     """Tells if a unit of these modules is an exchange's operators and nothing else, and runs once in each step.
 
-    What is run again in backward would exchange its inputs again, and what is copied to the host would be gathered.
+    Operators that are run again in backward would exchange their inputs again; inputs that are copied to the host would
+    be gathered.
     """
     if tuple(modules) != exchange.operators or len(calls) != 1:
         return False

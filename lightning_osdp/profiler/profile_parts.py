@@ -35,6 +35,7 @@ from lightning_osdp.profiler.tracing.saved_bytes import Activations
 from lightning_osdp.profiler.tracing.trace import Trace
 from lightning_osdp.search.levels import Result, find_levels
 from lightning_osdp.splitting import cut_dims, splittable
+from lightning_osdp.stationary import refusal_of_one
 
 _WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes", "rerun_workspace_bytes")
 _AFFINE_BYTES = ("saved_bytes", "handed_bytes", "evaluation_bytes", *_WORKSPACES)
@@ -130,7 +131,7 @@ def profile_exchanges(module: nn.Module, operators: Iterable[OperatorProfile], t
         and operator.enclosing[0] == operator.name
         and operator.trainable_bytes == operator.parameter_bytes > 0
         and not operator.stands_alone
-        and not _is_changed(module, operator.name)
+        and not refusal_of_one(module, operator.name)
     }
     sequence, found = trace.calls.sequence, list[Exchange]()
     for index, name in enumerate(sequence):
@@ -157,18 +158,6 @@ def profile_exchanges(module: nn.Module, operators: Iterable[OperatorProfile], t
             operators_of_pair = (name, sequence[behind])
             found.append(Exchange("pair", operators_of_pair, **given, output_bytes=made, saved_bytes=saved))
     return tuple(found)
-
-
-def _is_changed(root: nn.Module, name: str) -> bool:
-    """Tells, of an operator that can be cut, if `stationary.refusal` has a reason beside those for which it could not.
-
-    Asking that for each would go through the whole model each time.
-    """
-    module, parent = root.get_submodule(name), root.get_submodule(name.rpartition(".")[0])
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    makes_other_gradients = getattr(module, "sparse", False) or getattr(module, "scale_grad_by_freq", False)
-    has_adapter = getattr(parent, "base_layer", None) is module
-    return makes_other_gradients or has_adapter or any(vars(module)[each] for each in hooks)
 
 
 def bytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:

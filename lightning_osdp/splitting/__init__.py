@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from lightning_osdp.splitting.module import SplitModule, cut_states, cuts_of, join_names, join_states, parameter_like
 from lightning_osdp.splitting.sharded import JoinedShards, cut_of, gathered
-from lightning_osdp.splitting.splitters import compiled_whole, cut_dims, split, splittable
+from lightning_osdp.splitting.splitters import class_name, compiled_whole, cut_dims, split, splittable
 
 __all__ = [
     "JoinedShards",
     "SplitModule",
+    "class_name",
     "compiled_whole",
     "cut_dims",
     "cut_of",

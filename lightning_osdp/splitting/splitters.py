@@ -211,7 +211,7 @@ def compiled_whole(module: nn.Module) -> list[str]:
 
 def _splitter(module: nn.Module) -> type[SplitModule] | None:
     """Class that splits a module, whatever else uses its parameters; None where it cannot be split."""
-    splitter = SPLITTERS.get(_qualified(module))
+    splitter = SPLITTERS.get(class_name(type(module)))
     return None if splitter is None or _is_changed(module, splitter) else splitter
 
 
@@ -220,13 +220,14 @@ def _checked(module: nn.Module) -> type[SplitModule]:
     if splitter is None:
         raise ConfigurationError(
             f"Expected an operator that can be split, exactly of a class in SPLITTERS ({', '.join(SPLITTERS)}) and not"
-            f" changed, got {_qualified(module)}. Leave it whole."
+            f" changed, got {class_name(type(module))}. Leave it whole."
         )
     return splitter
 
 
-def _qualified(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+def class_name(kind: type[nn.Module]) -> str:
+    """Qualified name of a class, by which operators are told without importing what defines them."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_changed(module: nn.Module, splitter: type[SplitModule]) -> bool:

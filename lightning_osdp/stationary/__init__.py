@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_osdp.stationary.operators import Ranks, as_whole, is_stationary, make_stationary, refusal
+from lightning_osdp.stationary.operators import Ranks, as_whole, is_stationary, make_stationary, refusal, refusal_of_one
 
-__all__ = ["Ranks", "as_whole", "is_stationary", "make_stationary", "refusal"]
+__all__ = ["Ranks", "as_whole", "is_stationary", "make_stationary", "refusal", "refusal_of_one"]

@@ -19,12 +19,15 @@ from lightning_osdp.stationary.exchanges import Call
 
 _ALSO_ELEMENTWISE = frozenset(
     {
-        "_prelu_kernel", "_to_copy", "_unsafe_view", "alias", "bernoulli", "bernoulli_", "clone", "copy_", "detach",
-        "detach_", "empty_like", "fill_", "full_like", "lift_fresh", "native_dropout", "normal_", "ones_like",
-        "rand_like", "randn_like", "uniform_", "view", "zeros_like",
+        "_prelu_kernel", "_to_copy", "alias", "bernoulli", "bernoulli_", "clone", "copy_", "detach", "detach_",
+        "empty_like", "fill_", "full_like", "native_dropout", "normal_", "ones_like", "rand_like", "randn_like",
+        "uniform_", "zeros_like",
     }
 )  # fmt: skip
 """Operations of torch that treat all elements alike, and are not marked so."""
+_VIEWS = frozenset({"_unsafe_view", "lift_fresh", "view"})
+"""Operations inside of elementwise functions that give the same elements. As functions of their own they are not looked
+for in pairs: ranks would have other shapes."""
 _ALIKE = frozenset(
     {
         "device", "dim", "dtype", "element_size", "get_device", "is_complex", "is_cpu", "is_cuda", "is_floating_point",
@@ -123,6 +126,11 @@ class Features(Tensor):
             return tree_map(wrapped, result)
 
 
+def is_elementwise(operation: Any) -> bool:
+    """Tells if an operation of torch treats all elements alike."""
+    return torch.Tag.pointwise in operation.tags or operation.overloadpacket.__name__ in _ALSO_ELEMENTWISE
+
+
 def is_number_of_all(tensor: Tensor) -> bool:
     """Tells if a tensor is a parameter of one element: no other tensor is known to have the same value on all ranks."""
     return isinstance(tensor, nn.Parameter) and tensor.numel() == 1
@@ -148,7 +156,7 @@ class _Elementwise(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if torch.Tag.pointwise not in func.tags and name not in _ALSO_ELEMENTWISE:
+        if not is_elementwise(func) and name not in _VIEWS:
             self.other = self.other or name
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import parameter_like
+from lightning_osdp.splitting import class_name, parameter_like
 from lightning_osdp.stationary.exchanges import (
     Call,
     gather,
@@ -227,31 +227,17 @@ def refusal(root: nn.Module, kind: str, operators: Sequence[str]) -> str:
         return f"{kind!r} is of {len(_ROLES[kind])} operators, not of {list(operators)}"
     modules = [root.get_submodule(name) for name in operators]
     for name, module in zip(operators, modules, strict=True):
-        parent = root.get_submodule(name.rpartition(".")[0])
-        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-        reasons = {
-            f"is {_qualified(module)} and not exactly of one of {_CLASSES[kind]}": _qualified(module)
-            not in _CLASSES[kind],
-            "is the layer that an adapter is around": getattr(parent, "base_layer", None) is module,
-            "has a forward of its own": "forward" in vars(module),
-            "has hooks": any(vars(module)[hooks] for hooks in _HOOKS),
-            "has hooks of its weights": any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters),
-            "has weights of another class than torch's": any(type(p) is not nn.Parameter for p in parameters),
-            "has other parameters than a weight and a bias": not {"weight"}
-            <= module._parameters.keys()
-            <= {"weight", "bias"},
-            "shares its weights": any(owners[parameter] > 1 for parameter in parameters),
-            "has modules or buffers inside": bool(module._modules or module._buffers),
-            "has max_norm, scale_grad_by_freq or sparse": any(
-                getattr(module, option, None) for option in ("max_norm", "scale_grad_by_freq", "sparse")
-            ),
-        }
-        found = next((text for text, is_so in reasons.items() if is_so), None)
-        if found is not None:
-            return f"{name!r} {found}"
+        found = class_name(type(module))
+        if found not in _CLASSES[kind]:
+            return f"{name!r} is {found} and not exactly of one of {_CLASSES[kind]}"
+        reason = refusal_of_one(root, name)
+        if not reason and any(owners[parameter] > 1 for parameter in module.parameters(recurse=False)):
+            reason = "shares its weights"
+        if reason:
+            return f"{name!r} {reason}"
     if kind == "pair":
         weights: list[Any] = [module._parameters["weight"] for module in modules]
-        dims = [_OUT_DIMS[_qualified(module)] for module in modules]
+        dims = [_OUT_DIMS[class_name(type(module))] for module in modules]
         made, taken = weights[0].shape[dims[0]], weights[1].shape[1 - dims[1]]
         if made != taken or weights[0].dtype != weights[1].dtype or modules[0] is modules[1]:
             return (
@@ -261,6 +247,27 @@ def refusal(root: nn.Module, kind: str, operators: Sequence[str]) -> str:
     return ""
 
 
+def refusal_of_one(root: nn.Module, name: str) -> str:
+    """Reason why one operator cannot move activations, whatever its class and other users of its weights; or empty."""
+    module, parent = root.get_submodule(name), root.get_submodule(name.rpartition(".")[0])
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    reasons = {
+        "is the layer that an adapter is around": getattr(parent, "base_layer", None) is module,
+        "has a forward of its own": "forward" in vars(module),
+        "has hooks": any(vars(module)[hooks] for hooks in _HOOKS),
+        "has hooks of its weights": any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters),
+        "has weights of another class than torch's": any(type(p) is not nn.Parameter for p in parameters),
+        "has other parameters than a weight and a bias": not {"weight"}
+        <= module._parameters.keys()
+        <= {"weight", "bias"},
+        "has modules or buffers inside": bool(module._modules or module._buffers),
+        "has max_norm, scale_grad_by_freq or sparse": any(
+            getattr(module, option, None) for option in ("max_norm", "scale_grad_by_freq", "sparse")
+        ),
+    }
+    return next((text for text, is_so in reasons.items() if is_so), "")
+
+
 def make_stationary(root: nn.Module, kind: str, operators: Sequence[str], ranks: Ranks) -> None:
     """Makes operators of a model move activations, in place; they can, see `refusal`. Call it on all ranks.
 
@@ -268,7 +275,7 @@ def make_stationary(root: nn.Module, kind: str, operators: Sequence[str], ranks:
     """
     pair = Pair(operators[0], operators[1]) if kind == "pair" else None
     for module, role in zip(map(root.get_submodule, operators), _ROLES[kind], strict=True):
-        out_dim = _OUT_DIMS.get(_qualified(module), 0)
+        out_dim = _OUT_DIMS.get(class_name(type(module)), 0)
         # columns and the first of a pair are cut along outputs, the others along inputs; embeddings along features
         weight_dim = 1 if role is _Embedding else out_dim if issubclass(role, _Column) else 1 - out_dim
         for name, parameter in module._parameters.items():
@@ -304,14 +311,13 @@ def _cut(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
     return parameter_like(cut, parameter)
 
 
-def _qualified(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
 @cache
 def _class_of(role: type[_Stationary], whole_type: type[nn.Module]) -> type[nn.Module]:
     """Subclass of a role and of the module's own class."""
-    name = f"{whole_type.__module__}.{whole_type.__qualname__}"
     # The compiler knows neither what ranks agree on nor `Features`: it goes around.
     forward = torch.compiler.disable(role.forward)
-    return type(whole_type.__name__, (role, whole_type), {"_out_dim": _OUT_DIMS.get(name, 0), "forward": forward})
+    return type(
+        whole_type.__name__,
+        (role, whole_type),
+        {"_out_dim": _OUT_DIMS.get(class_name(whole_type), 0), "forward": forward},
+    )

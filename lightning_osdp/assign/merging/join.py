@@ -45,7 +45,7 @@ def apart_units(setting: Setting) -> list[Setting]:
 def pair_units(setting: Setting, names: Collection[str] | None = None) -> list[Setting]:
     """The setting with each pair of operators whose activations can move as one unit; none where there are no pairs.
 
-    Of pairs that share an operator the first counts. Only pairs whose first operators are in ``names``, where given.
+    The first of pairs that share an operator counts. Only pairs whose first operators are in ``names``, where given.
     """
 
     def make() -> Iterator[Setting]:

@@ -19,17 +19,8 @@ from typing_extensions import override
 
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Position
-from lightning_osdp.splitting.splitters import SPLITTERS
-from lightning_osdp.stationary.features import is_number_of_all, is_of_one_rank
-
-_ALSO_ELEMENTWISE = frozenset(
-    {
-        "_prelu_kernel", "_to_copy", "alias", "bernoulli", "bernoulli_", "clone", "copy_", "detach", "detach_",
-        "empty_like", "fill_", "full_like", "native_dropout", "normal_", "ones_like", "rand_like", "randn_like",
-        "uniform_", "zeros_like",
-    }
-)  # fmt: skip
-"""Operations that torch does not mark as pointwise. Views are none of them: ranks would have other shapes."""
+from lightning_osdp.splitting.splitters import SPLITTERS, class_name
+from lightning_osdp.stationary.features import is_elementwise, is_number_of_all, is_of_one_rank
 
 
 class Handed(NamedTuple):
@@ -122,9 +113,8 @@ class Feeds(TorchDispatchMode):
         if sources:
             made = [*tensors_in(returned)]
             is_alone = all(storage_key(tensor) in self._of for tensor in given if tensor.numel() > 1)
-            is_elementwise = torch.Tag.pointwise in function.tags or function._opname in _ALSO_ELEMENTWISE
             keeps_shape = len({tensor.shape for tensor in (*known, *made)}) == 1
-            if len(sources) == 1 and is_alone and is_elementwise and keeps_shape:
+            if len(sources) == 1 and is_alone and is_elementwise(function) and keeps_shape:
                 for tensor in made:
                     self._note(tensor, sources)
             else:
@@ -163,13 +153,12 @@ class _Functions(TorchFunctionMode):
 def recorded_feeds(module: nn.Module, feeds: Feeds) -> Iterator[None]:
     """Records what operators are given and give, of those that are of a class that can be cut, and called once.
 
-    Whether they are changed in another way is not asked.
+    Operators that are changed in another way are recorded, too.
     """
     calls = feeds.position.calls
     with ExitStack() as cleanup:
         for name, child in module.named_modules():
-            kind = f"{type(child).__module__}.{type(child).__qualname__}"
-            if kind in SPLITTERS and len(calls.spans.get(name, ())) == 1:
+            if class_name(type(child)) in SPLITTERS and len(calls.spans.get(name, ())) == 1:
                 cleanup.callback(child.register_forward_pre_hook(feeds.enter, with_kwargs=True).remove)
                 cleanup.callback(child.register_forward_hook(feeds.leave).remove)
         cleanup.enter_context(feeds)
