@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -169,19 +169,22 @@ def _measure_link(device: torch.device, collective: Callable[..., None], group: 
     num_products = _PRODUCTS_BETWEEN if device.type == "cpu" else 0
     matrix = torch.ones(_WIDTH_ON_CPU, _WIDTH_ON_CPU)
 
-    def measured(num_bytes: int, in_a_row: int) -> tuple[int, float]:
-        whole, shard = _whole_and_shard(num_bytes, device, group)
-
-        def run(*, communicates: bool) -> None:
+    def run_s(in_a_row: int, communicate: Callable[[], object]) -> float:
+        def run() -> None:
             for _ in range(in_a_row):
                 for _ in range(num_products):
                     matrix @ matrix
-                if communicates:
-                    collective(whole, shard, group)
+                communicate()
 
-        seconds = fastest_together_s(partial(run, communicates=True), device)
-        if num_products:
-            seconds -= fastest_together_s(partial(run, communicates=False), device)
+        return fastest_together_s(run, device)
+
+    @cache
+    def computing_s(in_a_row: int) -> float:
+        return run_s(in_a_row, lambda: None) if num_products else 0.0
+
+    def measured(num_bytes: int, in_a_row: int) -> tuple[int, float]:
+        whole, shard = _whole_and_shard(num_bytes, device, group)
+        seconds = run_s(in_a_row, partial(collective, whole, shard, group)) - computing_s(in_a_row)
         return whole.nbytes, max(0.0, seconds) / in_a_row
 
     points = points_by(measured, least_in_a_row=_MOST_IN_A_ROW if device.type == "cuda" else _LEAST_IN_A_ROW)
