@@ -35,7 +35,7 @@ _Change = Callable[[UnitProfile], dict[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class Racer:
     """A plan with its name in sentences."""
 
     name: str
@@ -46,7 +46,7 @@ class Candidate:
 
 def candidates(
     plan: Plan, profile: ModelProfile, cluster: Cluster, *, engine: FSDP2 = ANY_PREFETCH, may_round: bool = False
-) -> tuple[Candidate, ...]:
+) -> tuple[Racer, ...]:
     """The plan first, then others that are predicted to fit its memory limit, the fastest first and plain ones last.
 
     The user's search space and prefetch settings hold for all, and `check_change` lets each follow any other.
@@ -72,10 +72,10 @@ def candidates(
     others = [each for each in found.values() if each is not planned]
     chosen = [each for each in others if not each.is_plain][: MOST_CANDIDATES - 1]
     chosen += [each for each in others if each.is_plain]
-    return (Candidate(name="the plan", plan=plan), *(each.candidate(plan) for each in chosen))
+    return (Racer(name="the plan", plan=plan), *(each.candidate(plan) for each in chosen))
 
 
-def are_close(found: Sequence[Candidate], cluster: Cluster) -> bool:
+def are_close(found: Sequence[Racer], cluster: Cluster) -> bool:
     """Tells whether predictions leave open which of some candidates is the fastest.
 
     They do where the best two are within `CLOSE`, and computing may hide communication: how far each slows down the
@@ -104,7 +104,7 @@ class _Variant:
         """Predicted seconds of a step."""
         return self.setting.costs.step_time_s(self.modes)
 
-    def candidate(self, plan: Plan) -> Candidate:
+    def candidate(self, plan: Plan) -> Racer:
         """Plan that it is, in place of the one that it is a variant of."""
         made = plan_of(
             assignment_of(self.setting, self.modes, bound_s=0.0),
@@ -116,7 +116,7 @@ class _Variant:
             all_zdp_peak_bytes=plan.all_zdp_peak_bytes,
             all_zdp_how=plan.all_zdp_how,
         )
-        return Candidate(name=self.name, plan=dataclasses.replace(made, notes=plan.notes), is_plain=self.is_plain)
+        return Racer(name=self.name, plan=dataclasses.replace(made, notes=plan.notes), is_plain=self.is_plain)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from lightning_osdp.callbacks.plan_monitor import StepClock
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.scheduler import Candidate, Race, are_close, candidates
+from lightning_osdp.scheduler import Race, Racer, are_close, candidates
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning.publish import write_plan
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, in_step, on_rank_zero
 from lightning_osdp.strategy.sharding.units import ReusableModel, Units
 
-SMALLER = 0.9
-"""Part of the largest step's elements below which a step is too small to be compared, as the last one of an epoch."""
+COMPARABLE = 0.9
+"""Part of the largest step's elements from which on a step can be compared; an epoch's last one may be smaller."""
 MOST_AGAIN = 2
 """Times that a turn with such a step is taken again; where all batches differ, nothing would be compared else."""
 
@@ -46,7 +46,7 @@ class Racing(pl.Callback):
         racers: the first one is the plan in use.
     """
 
-    def __init__(self, trainer: pl.Trainer, units: Units, racers: Sequence[Candidate]) -> None:
+    def __init__(self, trainer: pl.Trainer, units: Units, racers: Sequence[Racer]) -> None:
         self._units, self._racers = units, racers
         self._race = Race.of([racer.is_plain for racer in racers])
         self._clock = StepClock(trainer.strategy.root_device)
@@ -75,10 +75,10 @@ class Racing(pl.Callback):
         """Begins, and says so."""
         all_callbacks(trainer).insert(0, self)
         self._model.before_race = self.planned
-        names = ", ".join(racer.name for racer in self._racers)
+        names, num_steps = ", ".join(racer.name for racer in self._racers), WARM_UP_STEPS + self._race.most_steps
         rank_zero_info(
-            f"OSDP: {len(self._racers)} plans take turns in the next {self._race.most_steps} optimizer steps at most,"
-            f" all of which train the same, and the fastest goes on: {names}"
+            f"OSDP: {len(self._racers)} plans take turns in about the next {num_steps} optimizer steps, all of which"
+            f" train the same, and the fastest goes on: {names}"
         )
 
     def end(self, trainer: pl.Trainer) -> None:
@@ -122,7 +122,7 @@ class Racing(pl.Callback):
         self._most_elements = max(self._most_elements, *elements)
         turn = self._race.turn if self._has_begun else None
         if turn is not None:
-            is_small = min(elements[1:]) < SMALLER * self._most_elements
+            is_small = min(elements[1:]) < COMPARABLE * self._most_elements
             if is_small and self._num_again < MOST_AGAIN:
                 self._num_again, self._steps_left = self._num_again + 1, turn.num_steps
                 return
@@ -212,20 +212,16 @@ def _reason_against(trainer: pl.Trainer, units: Units) -> str:
     return "" if plan.step_time_s > 0 else "nothing is predicted of the micro-batches that training goes on in"
 
 
-def _racers(trainer: pl.Trainer, units: Units) -> Sequence[Candidate] | str:
+def _racers(trainer: pl.Trainer, units: Units) -> Sequence[Racer] | str:
     """Finds the same candidates on all ranks, the plan in use first; or says why they need no race."""
     plan, choice, race = units.sharded.plan, units.choice, units.options.race
     assert plan is not None
 
-    def found() -> Sequence[Candidate] | str:
+    def found() -> Sequence[Racer] | str:
         assert choice.profile is not None
         assert choice.cluster is not None
-        known = {block.name for block in choice.profile.blocks}
-        # activation_checkpointing_policy may name modules for which there is no prediction
-        predicted = dataclasses.replace(plan, blocks=tuple(block for block in plan.blocks if block.name in known))
-        first, *others = candidates(
-            predicted, choice.profile, choice.cluster, engine=units.options.engine, may_round=race is True
-        )
+        predicted, engine = plan.as_profiled(choice.profile), units.options.engine
+        first, *others = candidates(predicted, choice.profile, choice.cluster, engine=engine, may_round=race is True)
         if not others:
             return "no other plan that the module could change to is predicted to fit and to be nearly as fast"
         if race == "auto" and not are_close([first, *others], choice.cluster):
@@ -248,7 +244,7 @@ def _steps_left(trainer: pl.Trainer) -> float:
     return math.inf if number < 0 else number - trainer.global_step
 
 
-def _fitting(trainer: pl.Trainer, model: ReusableModel, racers: Sequence[Candidate]) -> Sequence[Candidate]:
+def _fitting(trainer: pl.Trainer, model: ReusableModel, racers: Sequence[Racer]) -> Sequence[Racer]:
     """Racers whose steps fit in a dry run on all ranks; the first one has been run dry."""
     kept = [racers[0]]
     for racer in racers[1:]:

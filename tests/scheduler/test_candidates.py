@@ -12,7 +12,7 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.engine import FSDP2, check_change, engine_of
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.scheduler import Candidate, are_close, candidates, judge_plan, make_plan
+from lightning_osdp.scheduler import Racer, are_close, candidates, judge_plan, make_plan
 from lightning_osdp.scheduler.candidates import MOST_CANDIDATES, MOST_SLOWER
 from tests import corpus
 from tests.plans import bare_plan
@@ -47,7 +47,7 @@ def test_candidates_fit_differ_and_may_follow_one_another(may_round):
     names, differ = set(), 0
     for plan, profile, cluster in (each for seed in SEEDS for each in planned(seed)):
         found = candidates(plan, profile, cluster, may_round=may_round)
-        assert found[0] == Candidate(name="the plan", plan=plan)
+        assert found[0] == Racer(name="the plan", plan=plan)
         assert len({how_it_runs(each.plan) for each in found}) == len(found) == len({each.name for each in found})
         assert sum(not each.is_plain for each in found) <= MOST_CANDIDATES
         for each in found[1:]:
@@ -112,12 +112,12 @@ def test_what_users_have_blocks_do_stays():
 def test_on_one_rank_there_is_nothing_to_gather(model, cluster):
     profile = model(400, 400, 400)
     plan = make_plan(profile, cluster(1), memory_limit_bytes=2**40, micro_batch_size=2)
-    assert candidates(plan, profile, cluster(1)) == (Candidate(name="the plan", plan=plan),)
+    assert candidates(plan, profile, cluster(1)) == (Racer(name="the plan", plan=plan),)
 
 
 def test_predictions_leave_open_which_is_fastest_where_the_best_two_are_close_and_computing_hides_links(cluster):
     def are(*seconds, ring):
-        return are_close([Candidate(name="", plan=bare_plan(step_time_s=each)) for each in seconds], ring)
+        return are_close([Racer(name="", plan=bare_plan(step_time_s=each)) for each in seconds], ring)
 
     overlapping = dataclasses.replace(cluster(2), overlaps=True)
     assert are(1.3, 1.0, 1.14, ring=overlapping)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.scheduler import Candidate
+from lightning_osdp.scheduler import Racer
 from lightning_osdp.strategy import racing
 from lightning_osdp.strategy.racing import Racing
 from tests.plans import bare_plan
@@ -98,7 +98,7 @@ class Model:
 
 
 def racer(name, step_time_s, *, peak_bytes=0, is_plain=False):
-    return Candidate(name=name, plan=bare_plan(step_time_s=step_time_s, peak_bytes=peak_bytes), is_plain=is_plain)
+    return Racer(name=name, plan=bare_plan(step_time_s=step_time_s, peak_bytes=peak_bytes), is_plain=is_plain)
 
 
 def test_plans_whose_dry_run_does_not_fit_are_left_out(monkeypatch, caplog):

@@ -102,8 +102,8 @@ def note_inputs(group: Any) -> None:
 def gather_where_read(groups: Sequence[Any]) -> None:
     """Has backward leave units sharded whose parameters it does not read.
 
-    Tensors of them that forward has saved all the same have another version when they are freed, so that backward raises
-    where it comes to one, and does not compute with memory that is gone. Blocks that run again gather them for that.
+    Where forward has saved them all the same, they have another version when they are freed, so that backward raises,
+    and does not compute with memory that is gone. Blocks that run again gather them for that.
     """
     for group in groups:
         group.pre_backward = partial(_pre_backward, group, group.pre_backward)

@@ -13,6 +13,7 @@ from lightning_osdp.core.axes import ANYTHING, AXES, LEVELS, NAMED_MODES, Treatm
 from lightning_osdp.core.exchange import KINDS, num_operators
 from lightning_osdp.core.plans.document import as_json, read_value, shown, write_whole
 from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.text.byte_size import format_bytes
@@ -241,6 +242,14 @@ class Plan:
     def given_blocks(self) -> dict[str, str]:
         """Activations of `blocks` that the user prescribed: the search space offered no choice but ``keep``."""
         return {block.name: block.activations for block in self.blocks if len(self.search_space.activations) == 1}
+
+    def as_profiled(self, profile: ModelProfile) -> Plan:
+        """The plan without blocks that a profile has not, and nothing is predicted of.
+
+        ``activation_checkpointing_policy`` may name modules that do not run once.
+        """
+        known = {block.name for block in profile.blocks}
+        return replace(self, blocks=tuple(block for block in self.blocks if block.name in known))
 
     @property
     def predicted_gain(self) -> float:

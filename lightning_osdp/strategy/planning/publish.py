@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -85,9 +84,7 @@ def publish(
         estimate: StepEstimate | None = None
         advice: Sequence[Advice] = ()
         if profile is not None and cluster is not None:
-            known = {block.name for block in profile.blocks}
-            # activation_checkpointing_policy may name modules that do not run once, for which there is no prediction
-            predicted = replace(plan, blocks=tuple(block for block in plan.blocks if block.name in known))
+            predicted = plan.as_profiled(profile)
             estimate, advice = simulate(predicted, profile, cluster), advise(predicted, profile, cluster)
             if is_kept:
                 profile.save(path.with_name(PROFILE_FILENAME))
