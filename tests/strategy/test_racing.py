@@ -14,6 +14,7 @@ from lightning_osdp.scheduler import Racer
 from lightning_osdp.strategy import racing
 from lightning_osdp.strategy.racing import Racing
 from tests.plans import bare_plan
+from tests.strategy.quiet import quiet_trainer
 
 
 class Net(L.LightningModule):
@@ -34,16 +35,10 @@ class Net(L.LightningModule):
 
 
 def fit(folder, *, race=True, automatic=True, plan=None, **options):
-    trainer = L.Trainer(
-        strategy=OSDPStrategy(race=race, plan=plan),
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
+        OSDPStrategy(race=race, plan=plan),
         max_steps=3,
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     )
     trainer.fit(Net(automatic=automatic), DataLoader(torch.ones(12, 6), batch_size=4))

@@ -14,6 +14,7 @@ from lightning_osdp.core.cluster import Link
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.strategy.checkpointing import entries
 from lightning_osdp.strategy.planning import plan_fit
+from tests.strategy.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -62,16 +63,10 @@ def fit(tmp_path, monkeypatch):
 
     def run(folder, *, module=None, trainer=None, loader_size=32, ckpt_path=None, accumulate=1, **options):
         module = module or Net()
-        trainer = trainer or L.Trainer(
-            strategy=OSDPStrategy(**options),
-            accelerator="cpu",
-            devices=1,
+        trainer = trainer or quiet_trainer(
+            OSDPStrategy(**options),
             max_epochs=1,
             accumulate_grad_batches=accumulate,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             default_root_dir=tmp_path / folder,
         )
         trainer.fit_loop.max_epochs = trainer.current_epoch + (2 if ckpt_path else 1)

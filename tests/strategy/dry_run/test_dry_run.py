@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
+from tests.strategy.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -35,15 +36,9 @@ class ByHand(L.LightningModule):
 
 def losses(*, dry_run):
     module = ByHand()
-    trainer = L.Trainer(
-        strategy=OSDPStrategy(dry_run=dry_run),
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
+        OSDPStrategy(dry_run=dry_run),
         max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(torch.ones(12, 6), batch_size=4))
     assert trainer.strategy.plan is not None

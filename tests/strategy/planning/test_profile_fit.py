@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_osdp import Cluster, OSDPStrategy, ProfileError, SearchSpace
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.strategy.planning import plan_fit, profile_fit
+from tests.strategy.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -43,15 +44,9 @@ def fit(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
 
     def run(module, **options):
-        trainer = L.Trainer(
-            strategy=OSDPStrategy(batch_size="keep", **options),
-            accelerator="cpu",
-            devices=1,
+        trainer = quiet_trainer(
+            OSDPStrategy(batch_size="keep", **options),
             max_steps=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             default_root_dir=tmp_path,
         )
         trainer.fit(module, DataLoader(torch.ones(8, 4), batch_size=4))

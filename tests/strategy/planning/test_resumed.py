@@ -19,6 +19,7 @@ from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.strategy.checkpointing import entries
 from lightning_osdp.strategy.planning import plan_fit, plan_request
+from tests.strategy.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -57,16 +58,10 @@ def fit(tmp_path, monkeypatch):
 
     def run(folder, *, module=None, loader_size=64, ckpt_path=None, max_epochs=1, precision="32-true", **options):
         module = module or Wide()
-        trainer = L.Trainer(
-            strategy=OSDPStrategy(**{"batch_size": "divide", **options}),
+        trainer = quiet_trainer(
+            OSDPStrategy(**{"batch_size": "divide", **options}),
             precision=precision,
-            accelerator="cpu",
-            devices=1,
             max_epochs=max_epochs,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             default_root_dir=tmp_path / folder,
         )
         trainer.fit(module, DataLoader(torch.ones(128, 4), batch_size=loader_size), ckpt_path=ckpt_path)
