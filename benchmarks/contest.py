@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
 from jsonargparse import auto_cli
 
 # run as a script, Python looks for modules beside this file only
@@ -56,6 +57,7 @@ def main(
     unknown = [each for each in chosen if each not in contests]
     if unknown:
         raise SystemExit(f"Expected sections of {name} among {', '.join(contests)}, got {', '.join(unknown)}.")
+    torch.set_num_threads(1)  # threads on small tensors wait for each other: counting has taken ten times as long
     with kept_in(output, name, quick=quick) as results:
         baselines = counted([*contests.values()], results, is_fresh=fresh)
         for each in chosen:
