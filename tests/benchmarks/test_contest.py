@@ -72,7 +72,7 @@ def test_nodes_send_each_other_what_they_should(tmp_path):
     ("arguments", "message"),
     [
         (("nothing",), "Expected one of headline, nodes, accumulation, lora, activations, splitting, got 'nothing'."),
-        (("headline", ["two"]), "Expected sections of headline among one, global, loose, got two."),
+        (("headline", ["two"]), "Expected sections of headline among one, global, got two."),
     ],
 )
 def test_what_there_is_not_is_refused(arguments, message):

@@ -195,7 +195,6 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
             goals=(Goal(over=BASE.name, mean=1.3),),
             median=1.02,
         ),
-        "loose": replace(_HEADLINE, limits=(2.0,), goals=()),
     },
     "nodes": {
         # bytes that nodes send each other, beside closed forms: the same at any rate
