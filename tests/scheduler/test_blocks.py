@@ -181,7 +181,7 @@ def test_a_stack_of_blocks_is_never_one_unit(model, operator, cluster, overlaps)
     ranks = dataclasses.replace(cluster(2, latency_s=0.5, seconds_per_byte=0.01), overlaps=overlaps)
     options = {"micro_batch_size": 1, "search_space": RECOMPUTE}
     numbers = set()
-    for limit_bytes in range(6000, 1000, -250):
+    for limit_bytes in range(6000, 1000, -500):
         try:
             found = make_plan(profile, ranks, memory_limit_bytes=limit_bytes, **options)
         except InfeasibleError:
@@ -230,7 +230,7 @@ def test_levels_are_chosen_block_by_block_where_they_are_offered_and_never_other
     ranks = cluster(2, seconds_per_byte=0.01)
     most = plan(deep, cluster, 10**6).peak_bytes
     used, gains = set(), []
-    for limit_bytes in range(most, 1000, -100):
+    for limit_bytes in range(most, 1000, -200):
         try:
             whole = plan(deep, cluster, limit_bytes)
         except InfeasibleError:
@@ -261,7 +261,7 @@ def test_levels_are_said_to_gain_nothing_where_computing_hides_behind_links(deep
     ranks = dataclasses.replace(cluster(2, seconds_per_byte=0.05), overlaps=True)
     most = plan(deep, cluster, 10**6).peak_bytes
     num_recomputing = 0
-    for limit_bytes in range(most - 100, 1000, -200):
+    for limit_bytes in range(most - 100, 1000, -600):
         options = {"memory_limit_bytes": limit_bytes, "micro_batch_size": 1}
         try:
             whole, found = (make_plan(deep, ranks, search_space=space, **options) for space in (RECOMPUTE, SELECTIVE))

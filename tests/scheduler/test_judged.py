@@ -14,6 +14,7 @@ from lightning_osdp.errors import ConfigurationError, InfeasibleError, PlanMisma
 from lightning_osdp.scheduler import PlanMethod, in_micro_batches, judge_plan, make_plan
 from lightning_osdp.simulation import simulate
 from tests import corpus
+from tests.tiers import slow
 
 
 def planned(seed):
@@ -34,9 +35,13 @@ def planned(seed):
             yield make_plan(profile, cluster, memory_limit_bytes=limit_bytes, **wanted), profile, cluster
 
 
-def test_a_plan_is_judged_as_it_was_when_it_was_searched():
+SEEDS = (2, 3, 4, 15, 19, 29)
+
+
+@pytest.mark.parametrize("seeds", [SEEDS, slow((*SEEDS, 11))], ids=["few", "all"])  # seed 11 is searched longest
+def test_a_plan_is_judged_as_it_was_when_it_was_searched(seeds):
     seen = []
-    for seed in (2, 3, 4, 11, 15, 19, 29):
+    for seed in seeds:
         for plan, profile, cluster in planned(seed):
             stored = Plan.from_json(plan.to_json())
             judged = judge_plan(stored, profile, cluster, memory_limit_bytes=plan.memory_limit_bytes)

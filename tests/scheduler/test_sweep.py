@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.batch_policy import BatchPolicy
@@ -14,6 +14,7 @@ from lightning_osdp.scheduler import PlanMethod, competition, make_plan, sweep
 from lightning_osdp.search import SOLVERS
 from tests.plans import keeping
 from tests.steps import TWO_NODES
+from tests.tiers import examples, in_turn
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
 
@@ -105,9 +106,8 @@ def sweeps(draw):
     return operators, draw(st.integers(1, 24)), draw(st.floats(0.5, 3.0)), draw(st.sampled_from([1, 2, 4]))
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("search", SOLVERS)
-@settings(deadline=None, max_examples=15)
+@pytest.mark.parametrize(("search", "overlaps"), in_turn(SOLVERS, [True, False]))
+@examples(15)
 @given(case=sweeps())
 def test_no_size_is_better_than_the_chosen_one_by_more_than_the_tolerance(
     model, operator, cluster, search, overlaps, case
@@ -145,7 +145,7 @@ def test_throughput_is_not_unimodal_in_the_micro_batch(uneven, cluster):
     assert at[3] > at[4] < at[5]  # 4 samples keep everything, 5 and 6 do not
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(case=sweeps(), number=st.integers(1, 3), modes=st.sampled_from([("ZDP", "DP"), ("ZDP",), ("DP",)]))
 def test_what_a_plan_states_agrees_with_itself(model, operator, cluster, case, number, modes):
     operators, size, _, world_size = case
