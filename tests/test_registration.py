@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 
+from tests.tiers import slow
+
 FIRST = """
     import sys
     import lightning_osdp
@@ -37,7 +39,7 @@ THEN = """
 """
 
 
-@pytest.mark.parametrize("imports", [FIRST, LAST])
+@pytest.mark.parametrize("imports", [FIRST, slow(LAST)], ids=["first", "last"])  # test_packaging.py imports it last
 def test_the_strategy_has_its_names_in_whatever_order(imports):
     code = textwrap.dedent(imports) + "import sys\n" + textwrap.dedent(THEN)
     command = [sys.executable, "-W", "ignore", "-c", code]

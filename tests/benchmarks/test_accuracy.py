@@ -36,6 +36,7 @@ def test_predicted_peaks_are_those_counted(family):
         assert found["predicted"].keys() == found["counted"].keys() == set(PHASES)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_predicted_peaks_are_those_counted_on_each_rank_of_gloo():
     (case,) = cheap_cases("odd_mlp", 1)

@@ -152,7 +152,7 @@ def test_an_lstm_that_this_cpu_lacks(fit):
             ' precision="bf16-mixed", or train with precision="32-true".'
         )
         fit(Recurrent(LOW[precision]), precision=precision)
-        fit(Recurrent(), precision="32-true")
+    fit(Recurrent(), precision="32-true")
 
 
 class TakesIterator(Net):

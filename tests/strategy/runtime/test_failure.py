@@ -1,5 +1,6 @@
 """One rank's failure, told to the others through the process group's store."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -79,25 +81,6 @@ def test_ranks_that_fail_alike_keep_their_own_errors(watches):
         assert str(error) == "the same"
 
 
-def test_a_rank_that_cannot_end_by_itself_is_ended_with_the_others_text():
-    script = """
-        import time
-        import torch.distributed as dist
-        from lightning_osdp.strategy.runtime.failure import FailureWatch
-
-        store = dist.HashStore()
-        FailureWatch(store, "run", rank=0, world_size=2, grace_s=0.1).start()
-        FailureWatch(store, "run", rank=1, world_size=2).report(ValueError("no loss"))
-        time.sleep(60)
-    """
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50, check=False
-    )
-    assert ended.returncode == 1
-    assert "Rank 1 failed: ValueError: no loss\nRank 0 has not ended by itself in 0.1 s: ending it." in ended.stderr
-    assert "in <module>" in ended.stderr  # where it is
-
-
 def test_the_cause_is_logged_when_it_is_learned(watches, caplog):
     first, second = watches  # which ends this process a minute later
     first.report(ValueError("no loss"))
@@ -111,44 +94,46 @@ def test_the_cause_is_logged_when_it_is_learned(watches, caplog):
     assert second._thread.is_alive()
 
 
-def ended(script):
-    """A process that has failed and that cannot end by itself."""
-    prelude = """
-        import atexit, logging, os, sys, time
-        import torch.distributed as dist
-        from lightning_osdp.strategy.runtime import failure
-        from lightning_osdp.strategy.runtime.failure import FailureWatch
+FORKS = """
+    import atexit, json, logging, os, sys, time
+    from unittest import mock
 
-        failure.TEARDOWN_S, failure.LAST_WORDS_S, failure.LINGER_S = 0.2, 0.2, 0.1
-        watch = FailureWatch(dist.HashStore(), "run", rank=0, world_size=2)
-        watch.start()
-    """
-    code = textwrap.dedent(prelude) + textwrap.dedent(script)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    import torch.distributed as dist
+    from lightning_osdp.strategy.runtime import failure
+    from lightning_osdp.strategy.runtime.failure import FailureWatch
+    from lightning_osdp.strategy.runtime.ranks import RanksTogether, _bound_exit
 
-
-@pytest.mark.slow
-def test_a_failed_rank_tears_down_in_bounded_time():
-    found = ended(
-        """
+    failure.TEARDOWN_S, failure.LAST_WORDS_S, failure.LINGER_S = 0.2, 0.2, 0.1
+    names = {}
+    for name, script in json.load(sys.stdin).items():
+        pid = os.fork()
+        if not pid:
+            for number in (1, 2):
+                os.dup2(os.open(os.path.join(sys.argv[1], f"{name} {number}"), os.O_WRONLY | os.O_CREAT), number)
+            watch = FailureWatch(dist.HashStore(), "run", rank=0, world_size=2)
+            watch.start()
+            exec(script)
+            sys.exit()
+        names[pid] = name
+    codes = [os.wait() for _ in names]
+    json.dump({names[pid]: os.waitstatus_to_exitcode(status) for pid, status in codes}, sys.stdout)
+"""
+"""Runs each script in a fork of one interpreter, for importing takes longer than all that they do."""
+SCRIPTS = {
+    "another rank": """
+        failure.TEARDOWN_S, store = 120, dist.HashStore()
+        FailureWatch(store, "run", rank=0, world_size=2, grace_s=0.1).start()
+        FailureWatch(store, "run", rank=1, world_size=2).report(ValueError("no loss"))
+        time.sleep(60)
+    """,
+    "teardown": """
         def teardown():
             time.sleep(60)
 
         watch.report(ValueError("no loss"))
         teardown()
-        """
-    )
-    assert found.returncode == 1
-    assert "Rank 0 failed: ValueError: no loss\nRank 0 has not ended by itself in 0.2 s: ending it." in found.stderr
-    assert "in teardown" in found.stderr
-
-
-def test_an_error_is_printed_in_full_before_a_teardown_that_never_ends():
-    found = ended(
-        """
-        from unittest import mock
-        from lightning_osdp.strategy.runtime.ranks import RanksTogether
-
+    """,
+    "traceback": """
         failure.PATIENCE_S, failure.TEARDOWN_S = 0.05, 2
 
         def training_step():
@@ -161,19 +146,8 @@ def test_an_error_is_printed_in_full_before_a_teardown_that_never_ends():
         except ValueError as error:
             ranks.report(error)
         time.sleep(60)
-        """
-    )
-    told, _, ending = found.stderr.partition("Rank 0 has not ended by itself in 2 s: ending it.")
-    assert "its teardown waits, perhaps for ranks that wait for this one.\nTraceback" in told
-    assert "in training_step\nValueError: no loss\n" in told
-    assert "time.sleep" not in told
-    assert ending
-
-
-@pytest.mark.slow
-def test_output_that_is_blocked_holds_up_no_end():
-    found = ended(
-        """
+    """,
+    "blocked": """
         class Blocked(logging.Handler):
             def emit(self, record):
                 os.write(1, b"blocked")
@@ -182,40 +156,79 @@ def test_output_that_is_blocked_holds_up_no_end():
         logging.getLogger().addHandler(Blocked())
         watch.report(ValueError("no loss"))
         time.sleep(60)
-        """
-    )
-    assert (found.returncode, found.stdout) == (1, "blocked")
-
-
-@pytest.mark.slow
-def test_a_rank_that_has_torn_down_goes_on():
-    found = ended(
-        """
+    """,
+    "torn down": """
         failure.PATIENCE_S = 0.2
         watch.report(ValueError("no loss"))
         watch.tell_if_slow(ValueError("no loss"))
         watch.stop()
         time.sleep(1)
         sys.exit(3)
-        """
-    )
-    assert found.returncode == 3
-    assert "teardown waits" not in found.stderr
-
-
-@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="the timer is the kernel's")
-def test_an_interpreter_that_does_not_end_is_ended():
-    found = ended(
-        """
-        from lightning_osdp.strategy.runtime.ranks import _bound_exit
-
+    """,
+    "interpreter": """
         atexit.register(time.sleep, 60)
         _bound_exit()
         watch.report(ValueError("no loss"))
         watch.stop()
-        """
+    """,
+}
+"""Processes that have failed and, but for one, cannot end by themselves."""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Exit codes, standard output and standard error of all scripts, by name."""
+    folder, scripts = tmp_path_factory.mktemp("forks"), {name: textwrap.dedent(code) for name, code in SCRIPTS.items()}
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FORKS), str(folder)]
+    done = subprocess.run(
+        command, input=json.dumps(scripts), stdout=subprocess.PIPE, text=True, timeout=120, check=True
     )
-    assert found.returncode == -signal.SIGALRM
+    codes = json.loads(done.stdout)
+    return {
+        name: SimpleNamespace(
+            returncode=codes[name],
+            stdout=(folder / f"{name} 1").read_text(),
+            stderr=(folder / f"{name} 2").read_text(),
+        )
+        for name in SCRIPTS
+    }
+
+
+def test_a_rank_that_cannot_end_by_itself_is_ended_with_the_others_text(ended):
+    found = ended["another rank"]
+    assert found.returncode == 1
+    assert "Rank 1 failed: ValueError: no loss\nRank 0 has not ended by itself in 0.1 s: ending it." in found.stderr
+    assert "in <module>" in found.stderr  # where it is
+
+
+def test_a_failed_rank_tears_down_in_bounded_time(ended):
+    found = ended["teardown"]
+    assert found.returncode == 1
+    assert "Rank 0 failed: ValueError: no loss\nRank 0 has not ended by itself in 0.2 s: ending it." in found.stderr
+    assert "in teardown" in found.stderr
+
+
+def test_an_error_is_printed_in_full_before_a_teardown_that_never_ends(ended):
+    found = ended["traceback"]
+    told, _, ending = found.stderr.partition("Rank 0 has not ended by itself in 2 s: ending it.")
+    assert "its teardown waits, perhaps for ranks that wait for this one.\nTraceback" in told
+    assert "in training_step\nValueError: no loss\n" in told
+    assert "time.sleep" not in told
+    assert ending
+
+
+def test_output_that_is_blocked_holds_up_no_end(ended):
+    assert (ended["blocked"].returncode, ended["blocked"].stdout) == (1, "blocked")
+
+
+def test_a_rank_that_has_torn_down_goes_on(ended):
+    assert ended["torn down"].returncode == 3
+    assert "teardown waits" not in ended["torn down"].stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="the timer is the kernel's")
+def test_an_interpreter_that_does_not_end_is_ended(ended):
+    assert ended["interpreter"].returncode == -signal.SIGALRM
 
 
 def test_a_watch_that_is_stopped_leaves_no_thread():
