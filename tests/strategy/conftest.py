@@ -3,6 +3,8 @@ import os
 import pytest
 import torch.distributed as dist
 
+from lightning_osdp.strategy.planning import publish
+
 
 @pytest.fixture
 def one_rank(monkeypatch):
@@ -11,6 +13,7 @@ def one_rank(monkeypatch):
     # Lightning 2.6 calls what jsonargparse 4.49 deprecates.
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(publish, "save_picture", lambda *_, **__: None)  # which takes longer than many a fit
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPStrategy, SearchSpace, simulate
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
-from lightning_osdp.strategy.planning import profile_fit
+from lightning_osdp.profiler.machine import unit_overhead
+from lightning_osdp.report.picture import save_picture
+from lightning_osdp.strategy.planning import profile_fit, publish
 from tests.distributed.support.fits import (
     SPACE,
     failure,
@@ -36,13 +38,14 @@ from tests.tiers import slow
 pytestmark = pytest.mark.distributed
 
 
+@mock.patch.object(unit_overhead, "_PATIENCE_S", new=0.0)  # the overhead of units of 4 MiB takes seconds
 def plans_itself():
     """Measures links, plans under a limit between what all-ZDP and all-DP need, trains, and reports."""
     free = fitted(OSDPStrategy(search_space=SPACE, memory_limit="1GiB"), WideMLP("sgd"), max_steps=1).strategy.plan
     limit = (free.peak_bytes + free.all_zdp_peak_bytes) // 2
     folder, text = shared_folder(), io.StringIO()
     module = WideMLP("sgd")
-    with contextlib.redirect_stdout(text):
+    with contextlib.redirect_stdout(text), mock.patch.object(publish, "save_picture", save_picture):
         fit = trainer(OSDPStrategy(search_space=SPACE, memory_limit=f"{limit}B"), max_steps=8, default_root_dir=folder)
         fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
     ddp = WideMLP("sgd")
@@ -323,7 +326,7 @@ def checkpoints(state_dict_type):
 def validates_without_plan_and_after_fit():
     module = GPT()
     fit = trainer(OSDPStrategy(search_space=SPACE), limit_val_batches=1.0)
-    loader = DataLoader(module.dataset(), batch_size=8)
+    loader = DataLoader(module.dataset(), batch_size=40)
     first = fit.validate(module, loader, verbose=False)[0]["val_loss"]
     with_plan = trainer(OSDPStrategy(search_space=SPACE), limit_val_batches=1.0)
     module = GPT()
@@ -652,7 +655,7 @@ def test_a_loader_that_cannot_be_rebuilt_is_kept_with_the_reason(ranks, world_si
 
 
 @both_sizes
-@pytest.mark.parametrize("is_everywhere", [True, False], ids=["on meta", "real on rank 0"])
+@pytest.mark.parametrize("is_everywhere", [True, slow(False)], ids=["on meta", "real on rank 0"])
 def test_a_model_on_the_meta_device_starts_equal_on_all_ranks_and_trains(ranks, world_size, is_everywhere):
     found = ranks(world_size).run(models_on_the_meta_device, is_everywhere=is_everywhere)
     assert found[0]["tied"]

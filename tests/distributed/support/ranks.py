@@ -161,6 +161,9 @@ def _serve(connection: Connection, rank, world_size, port, faults):
     import torch
     import torch.distributed as dist
 
+    from lightning_osdp.strategy.planning import publish
+
+    publish.save_picture = lambda *_, **__: None  # of every plan: pictures take a good part of all seconds
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     while True:
