@@ -118,6 +118,14 @@ def difference(own, expected):
     return max(off, largest_difference(state, expected_state) if dist.get_rank() == 0 else 0.0)
 
 
+@without_measuring
+def compared(make, strategies, **options):
+    """Returns differences from one fit under DDP, by name of a strategy, and how far weights moved; see `check`."""
+    expected = fitted(ddp(find_unused_parameters=True), make(), **options)
+    found = {name: difference(fitted(each, make(), **options), expected) for name, each in strategies.items()}
+    return {"moved": moved(expected[0], make), **found}
+
+
 def refusal(work):
     """The error of this project that this raises; None where it raises none."""
     try:

@@ -8,18 +8,9 @@ from torch.distributed.nn import functional as collectives
 from torch.nn import functional as F
 
 from lightning_osdp import OSDPStrategy
-from tests.distributed.support.user_runs import (
-    WIDTH,
-    Chain,
-    check,
-    ddp,
-    difference,
-    differences,
-    fitted,
-    plan_with,
-    planned,
-)
-from tests.tiers import slow
+from tests.distributed.support.fits import EVERYTHING
+from tests.distributed.support.user_runs import WIDTH, Chain, check, compared, plan_with
+from tests.tiers import but_slow, slow
 
 pytestmark = pytest.mark.distributed
 
@@ -116,16 +107,16 @@ KINDS = {
 
 def trained(name):
     """Differences from DDP under a plan given, with a dry run too, and under one of the strategy's own."""
-    make = KINDS[name]
-    found = differences(make, max_steps=3, limit_val_batches=1, val_check_interval=3)
-    plan = plan_with(make, "mixed")
-    expected = fitted(ddp(), make(), max_steps=3)
-    found["dry run"] = difference(fitted(OSDPStrategy(plan=plan, dry_run=True), make(), max_steps=3), expected)
-    found["planned"] = planned(make)[0]
-    return {name: found}
+    plan = plan_with(KINDS[name], "mixed")
+    strategies = {
+        "given": OSDPStrategy(plan=plan),
+        "dry run": OSDPStrategy(plan=plan, dry_run=True),
+        "planned": OSDPStrategy(search_space=EVERYTHING),
+    }
+    return {name: compared(KINDS[name], strategies, max_steps=3, limit_val_batches=1, val_check_interval=3)}
 
 
-@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("name", but_slow(KINDS, slow={"gathered", "detached"}))
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_collectives_in_a_step_are_those_under_ddp(ranks, name, world_size):
     check(ranks(world_size).run(trained, name=name)[0])

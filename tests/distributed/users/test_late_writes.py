@@ -11,7 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_osdp import OSDPStrategy
 from tests.distributed.support import by_hand
 from tests.distributed.support.fits import largest_difference, trainer, without_measuring
-from tests.distributed.support.user_runs import Chain, check, differences, fitted, plan_with, refusal
+from tests.distributed.support.user_runs import (
+    Chain,
+    check,
+    ddp,
+    difference,
+    differences,
+    fitted,
+    moved,
+    plan_with,
+    refusal,
+)
 from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
@@ -96,17 +106,25 @@ class Counting(L.Callback):
             self.waits.__exit__(None, None, None)
 
 
-def written():
-    """Differences from DDP of models whose steps begin to write late; what is refused; what a step waits for."""
+def written_from(starts):
+    """Differences from DDP of models whose steps begin to write late."""
     found = {}
-    for start in (0, 5, 50):
+    for start in starts:
         make = partial(Clipped, "data", start, is_root_alone=False)
         found[f"data, {start}"] = differences(make, ("mixed",), max_steps=start + 6, max_epochs=-1)
-    windows = {"max_steps": 12, "accumulate_grad_batches": 2}
-    for way in WAYS:
-        make = partial(Clipped, way, 6, is_root_alone=way != "data")
-        plan_options = {"num_micro_batches": 2}
-        found[f"windows, {way}"] = differences(make, ("dp",), plan_options=plan_options, sync="last", **windows)
+    return found
+
+
+def written():
+    """Differences from DDP of models whose steps write late in windows; what is refused; what a step waits for."""
+    found, windows = {}, {"max_steps": 9, "accumulate_grad_batches": 2}
+    for is_root_alone, ways in ((False, ("data",)), (True, ("view", "as data", "numpy"))):
+        makes = {way: partial(Clipped, way, 6, is_root_alone=is_root_alone) for way in ways}
+        expected = fitted(ddp(), makes[ways[0]](), **windows)
+        own = found["windows", ways] = {"moved": moved(expected[0], makes[ways[0]])}
+        plan = plan_with(makes[ways[0]], "dp", num_micro_batches=2, sync="last")
+        for way, make in makes.items():
+            own[way] = difference(fitted(OSDPStrategy(plan=plan), make(), **windows), expected)
     low, refused, waits = {"dtype": "float32", "precision": "bf16-mixed"}, [], []
     for way in ("data", "view"):
         plan = plan_with(Chain, "mixed", dtype="float32")
@@ -138,6 +156,11 @@ def written_by_hand():
         if dist.get_rank() == 0:
             found[f"by hand, {start}"] = {"moved": moved, "planned": by_hand.compared(trained[1], trained[0])}
     return found
+
+
+@pytest.mark.parametrize(("world_size", "starts"), [(2, (0, 5)), slow(2, (50,)), slow(4, (0, 5, 50))])
+def test_weights_that_a_step_writes_to_are_those_that_train(ranks, world_size, starts):
+    check(ranks(world_size).run(written_from, starts=starts)[0])
 
 
 @pytest.mark.parametrize("world_size", [2, slow(4)])

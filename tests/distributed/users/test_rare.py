@@ -8,8 +8,9 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.fits import EVERYTHING
 from tests.distributed.support.models import BATCH_SIZE
-from tests.distributed.support.user_runs import WIDTH, Chain, check, differences, fitted, plan_with, planned, refusal
+from tests.distributed.support.user_runs import WIDTH, Chain, check, compared, fitted, plan_with, refusal
 
 pytestmark = pytest.mark.distributed
 
@@ -100,9 +101,10 @@ def trained():
     """Differences from DDP, under a plan given and under one of the strategy's own."""
     found = {}
     for name, kind in KINDS.items():
-        found[name] = differences(kind, max_steps=3)
-        found[name]["planned"], plan, _ = planned(kind)
-        assert plan.micro_batch_size == BATCH_SIZE
+        own = OSDPStrategy(search_space=EVERYTHING)
+        strategies = {"given": OSDPStrategy(plan=plan_with(kind, "mixed")), "planned": own}
+        found[name] = compared(kind, strategies, max_steps=3)
+        assert own.plan.micro_batch_size == BATCH_SIZE
     return found
 
 
