@@ -8,15 +8,18 @@ import torch.distributed as dist
 
 from lightning_osdp.core.cluster import UNIT_PARTS
 from lightning_osdp.profiler import measure_cluster
-from lightning_osdp.profiler.machine import cluster
+from lightning_osdp.profiler.machine import cluster, unit_overhead
 from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
 
 def measured_cluster(available_bytes):
-    """measure_cluster where this rank may use its entry of ``available_bytes``."""
-    with mock.patch.object(cluster, "default_memory_limit_bytes", return_value=available_bytes[dist.get_rank()]):
+    """measure_cluster where this rank may use its entry of ``available_bytes``; units are no larger than 1 MiB."""
+    with (
+        mock.patch.object(cluster, "default_memory_limit_bytes", return_value=available_bytes[dist.get_rank()]),
+        mock.patch.object(unit_overhead, "_PATIENCE_S", 0.0),
+    ):
         return measure_cluster(torch.device("cpu"), local_ranks=dist.get_world_size())
 
 

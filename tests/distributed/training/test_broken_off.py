@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 from tests.distributed.support.by_hand import One, compared, ddp, ours
-from tests.distributed.support.fits import trainer
+from tests.distributed.support.fits import trainer, without_measuring
 from tests.distributed.support.knotted import UNITS, Knotted, by_ddp, difference, equals_ddp, plan_with
 from tests.tiers import slow
 
@@ -113,6 +113,7 @@ class RaisingByHand(One):
         return super().entropy(x, label)
 
 
+@without_measuring
 def errors_by_hand():
     """Difference from DDP in manual optimization, of a fit after one that raised in its first backward."""
 

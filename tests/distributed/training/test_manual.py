@@ -11,7 +11,14 @@ from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
 from tests.distributed.support.by_hand import GAN, One, compared, ddp, ours
-from tests.distributed.support.fits import failure, largest_difference, plan_for, shared_folder, trainer
+from tests.distributed.support.fits import (
+    failure,
+    largest_difference,
+    plan_for,
+    shared_folder,
+    trainer,
+    without_measuring,
+)
 from tests.distributed.support.models import Base, OddMLP
 from tests.distributed.support.user_runs import check, differences
 
@@ -80,6 +87,7 @@ class Wasserstein(GAN):
         self.found.append(loss.detach().clone())
 
 
+@without_measuring
 def trained(kind, make, epochs, *, averaging=(), **resumed):
     """Losses, whole weights and the checkpoint's path after epochs of four batches, validated before and after."""
     module, folder = kind(), shared_folder()
