@@ -6,7 +6,7 @@ from lightning_osdp import TrainingStep, profile_model
 from lightning_osdp.core.units import partition
 from tests.distributed.support.families import check, family
 from tests.distributed.support.models import build
-from tests.tiers import but_slow
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -15,13 +15,21 @@ FAMILIES = [
     "ConvBatchNorm", "Adapters", "FrozenBias", "CalledTwice", "Tiny", "Containers", "EncoderDecoder", "CrossAttention",
     "Recurrent", "ReturnsItsLoss",
 ]  # fmt: skip
-SLOW = set(FAMILIES) - {"Adapters", "CalledTwice", "ReturnsItsLoss"}
+GIVEN = ["zdp", "dp", "mixed"]
 
 
-@pytest.mark.parametrize("name", but_slow(FAMILIES, slow=SLOW))
-def test_every_plan_equals_ddp_and_one_process(ranks, name):
-    found = ranks(2).run(family, name=name, optimizer="adamw", dtype="float64")[0]
-    assert list(found["plans"]) == ["zdp", "dp", "mixed", "own", "own, little memory"]
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("Adapters", GIVEN),
+        ("CalledTwice", ["mixed"]),
+        ("ReturnsItsLoss", ["mixed"]),
+        *(slow(name, GIVEN) for name in FAMILIES if name != "Adapters"),
+    ],
+)
+def test_every_plan_equals_ddp_and_one_process(ranks, name, given):
+    found = ranks(2).run(family, name=name, optimizer="adamw", dtype="float64", given=given)[0]
+    assert list(found["plans"]) == [*given, "own", "own, little memory"]
     check(found, 1e-9)
 
 

@@ -39,8 +39,8 @@ TIED = {
 
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [(2, {"given": ["zdp", "mixed"]}), slow(4, MIXED)],
-    ids=["2", "4"],
+    [(2, {"given": ["mixed"]}), slow(2, {"given": ["zdp", "mixed"]}), slow(4, MIXED)],
+    ids=["2", "2, zdp too", "4"],
 )
 @pytest.mark.parametrize("name", ["GPT2", *(slow(name) for name in ("Llama", "T5", "Swin"))])
 def test_every_plan_equals_ddp_and_one_process(ranks, name, world_size, options):

@@ -202,7 +202,9 @@ DDP_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "chosen"), [(2, DDP_CASES), slow(4, DDP_CASES[1:3])])
+@pytest.mark.parametrize(
+    ("world_size", "chosen"), [(2, DDP_CASES[1:3]), slow(2, DDP_CASES[::3]), slow(4, DDP_CASES[1:3])]
+)
 def test_training_in_slices_equals_ddp(ranks, world_size, chosen):
     found = ranks(world_size).run(differences, cases=[case for case, _ in chosen])[0]
     for (difference, moved), (case, tolerance) in zip(found, chosen, strict=True):

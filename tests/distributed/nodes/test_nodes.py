@@ -31,7 +31,7 @@ from tests.distributed.support.fits import (
     trainer,
 )
 from tests.distributed.support.models import GPT, MODELS, build
-from tests.tiers import slow
+from tests.tiers import but_slow, slow
 
 pytestmark = pytest.mark.distributed
 
@@ -58,7 +58,17 @@ def cluster_of_nodes():
     return dataclasses.replace(stated_cluster(dist.get_world_size()), node_size=NODE_SIZE)
 
 
-def equivalence(name, optimizer, dtype, num_micro_batches=1, clip=None, sync="every", dry_run=False, sliced=()):
+def equivalence(
+    name,
+    optimizer,
+    dtype,
+    num_micro_batches=1,
+    clip=None,
+    sync="every",
+    dry_run=False,
+    sliced=(),
+    all_modes=tuple(MODES_OF_NODES),
+):
     """Returns, by modes, how far weights are after five steps from DDP and one process, and nodes apart (rank 0)."""
     world_size, found = dist.get_world_size(), {}
     options = {"accumulate_grad_batches": num_micro_batches, "gradient_clip_val": clip}
@@ -66,7 +76,7 @@ def equivalence(name, optimizer, dtype, num_micro_batches=1, clip=None, sync="ev
     start = build(name, optimizer, dtype)
     if dist.get_rank() == 0:
         plain = reference(name, optimizer, dtype, world_size=world_size, num_micro_batches=num_micro_batches, clip=clip)
-    for modes in MODES_OF_NODES:
+    for modes in all_modes:
         base = plan_for(start, "zdp", world_size=world_size, num_micro_batches=num_micro_batches)
         strategy = OSDPStrategy(plan=in_nodes(base, modes, sync, sliced), node_size=NODE_SIZE, dry_run=dry_run)
         weights, _, fit = trained(strategy, name, optimizer, dtype, **options)
@@ -146,16 +156,16 @@ def draws(name, modes, is_alike):
     return told, fit.global_step, nodes_apart(module)
 
 
-def evaluates_in_inference_mode(modes):
-    """Validation losses before, between and after two fits, in the caller's inference mode and not; and under DDP."""
+def evaluates_in_inference_mode(modes, num_fits):
+    """Validation losses before and after each of so many fits, in the caller's inference mode and not; under DDP."""
     found, plan = [], in_nodes(plan_for(build("gpt"), "zdp", world_size=dist.get_world_size()), modes)
     for is_ours in (True, False):
         module, losses = build("gpt"), []
         data, loader = DataLoader(module.dataset(), batch_size=8), module.loader(dist.get_rank(), dist.get_world_size())
-        for num_fits in range(3):
+        for fits_before in range(1 + num_fits):
             ours, ddp = OSDPStrategy(plan=plan, node_size=NODE_SIZE), DDPStrategy(process_group_backend="gloo")
             fit = trainer(ours if is_ours else ddp, limit_val_batches=2)
-            if num_fits:
+            if fits_before:
                 fit.fit(module, loader)
             for is_inference in (True, False):
                 with torch.inference_mode(is_inference):
@@ -171,10 +181,10 @@ def plan_in_nodes(modes, units="operators"):
     return in_nodes(dataclasses.replace(plan, units=tuple(whole)), modes)
 
 
-def begins_unlike(is_synchronized):
+def begins_unlike(is_synchronized, all_modes):
     """Returns how far nodes are apart, and from the values that count, where each rank begins with its own."""
     found, rank = {}, dist.get_rank()
-    for modes in MODES_OF_NODES:
+    for modes in all_modes:
         plan = in_nodes(plan_for(build("gpt"), "zdp", world_size=dist.get_world_size()), modes)
         module = build("gpt")
         own = {name: value + rank for name, value in module.state_dict().items()}
@@ -346,22 +356,26 @@ def refused(node_size, planned_for=NODE_SIZE):
     return failure(lambda: fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size())))
 
 
+TIED = {"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2}
+
+
 @pytest.mark.parametrize(
     "options",
     [
         slow({"name": "gpt", "optimizer": "adamw", "dtype": "float64"}),
         slow({"name": "odd_mlp", "optimizer": "sgd", "dtype": "float64", "clip": 0.05}),
-        slow({"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "sync": "last"}),
+        slow({**TIED, "sync": "last"}),
         slow({"name": "gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "dry_run": True}),
         slow({"name": "half_frozen", "optimizer": "sgd", "dtype": "float64", "num_micro_batches": 2, "sync": "last"}),
-        {"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "sync": "node"},
+        {**TIED, "sync": "node", "all_modes": ("hsdp", "all")},
+        slow({**TIED, "sync": "node", "all_modes": ("hpz", "mixed", "hdp")}),
         slow({"name": "gpt", "optimizer": "adamw", "dtype": "float64", "clip": 0.05, "sliced": ("fc", "out", "head")}),
     ],
-    ids=["adamw", "clipped sgd", "tied, last", "dry run", "frozen, last", "tied, node", "sliced"],
+    ids=["adamw", "clipped sgd", "tied, last", "dry run", "frozen, last", "tied, node", "tied, other modes", "sliced"],
 )
 def test_five_steps_equal_ddp_and_one_process(ranks, options):
     found = ranks(4).run(equivalence, **options)[0]
-    assert set(found) == set(MODES_OF_NODES)
+    assert set(found) == set(options.get("all_modes", MODES_OF_NODES))
     for from_ddp, from_one, nodes_apart in found.values():
         assert from_ddp < 1e-7
         assert from_one < 1e-7
@@ -378,10 +392,11 @@ def test_in_low_precision_units_in_nodes_train_like_those_over_all_ranks(ranks):
         assert losses == pytest.approx(expected, rel=2e-2)
 
 
+@pytest.mark.parametrize("all_modes", [("hdp", "all"), slow(("hpz", "mixed", "hsdp"))])
 @pytest.mark.parametrize("is_synchronized", [False, True])
-def test_nodes_begin_with_the_same_values_though_ranks_have_made_others(ranks, is_synchronized):
-    for found in ranks(4).run(begins_unlike, is_synchronized=is_synchronized):
-        assert set(found) == set(MODES_OF_NODES)
+def test_nodes_begin_with_the_same_values_though_ranks_have_made_others(ranks, is_synchronized, all_modes):
+    for found in ranks(4).run(begins_unlike, is_synchronized=is_synchronized, all_modes=all_modes):
+        assert set(found) == set(all_modes)
         assert all(apart == (0.0, 0.0) for apart in found.values()), found
 
 
@@ -413,9 +428,9 @@ def test_nodes_begin_to_train_alike_though_ranks_have_drawn_other_weights(ranks,
     assert ranks(4).run(draws, name="reinitialized", modes=modes, is_alike=False) == [(None, 5, 0.0)] * 4
 
 
-@pytest.mark.parametrize("modes", ["hpz", slow("all")])
-def test_evaluation_in_inference_mode_is_evaluation(ranks, modes):
-    for found, expected in ranks(4).run(evaluates_in_inference_mode, modes=modes):
+@pytest.mark.parametrize(("modes", "num_fits"), [("hpz", 1), slow("all", 2)])
+def test_evaluation_in_inference_mode_is_evaluation(ranks, modes, num_fits):
+    for found, expected in ranks(4).run(evaluates_in_inference_mode, modes=modes, num_fits=num_fits):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -434,7 +449,7 @@ def test_what_is_written_to_whole_parameters_stays_in_each_node(ranks, modes):
     [slow(1, "pre", "every"), slow(2, "none", "every"), (2, "pre", "node")],
 )
 @pytest.mark.parametrize("asynchronous", [True, slow(False)])
-@pytest.mark.parametrize("modes", MODES_OF_NODES)
+@pytest.mark.parametrize("modes", but_slow(MODES_OF_NODES, slow={"mixed", "hdp"}))
 def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, prefetch, sync, asynchronous):
     predicted, counted = ranks(4).run(
         peaks,

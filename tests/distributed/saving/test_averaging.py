@@ -82,23 +82,28 @@ def ddp():
     return DDPStrategy(process_group_backend="gloo")
 
 
-def averages(modes):
-    """Differences from DDP of each average: trained, resumed from a checkpoint, and fitted again."""
+AVERAGES = {
+    "all alike": WeightAveraging,
+    "exponential": lambda: EMAWeightAveraging(decay=0.5, use_buffers=False),
+}
+
+
+def averages(modes, again):
+    """Differences from DDP of each average: of one that is fitted again, and of others resumed from a checkpoint."""
     plan = plan_for(Model(), "mixed", world_size=dist.get_world_size())
     plan = plan if modes == "mixed" else in_nodes(plan, modes)
     found = {}
-    for name, averaging in {
-        "all alike": WeightAveraging,
-        "exponential": lambda: EMAWeightAveraging(decay=0.5, use_buffers=False),
-    }.items():
-        ours = epochs(lambda: OSDPStrategy(plan=plan, node_size=plan.node_size), averaging, 1)
-        ddps = epochs(ddp, averaging, 1)
+
+    def osdp():
+        return OSDPStrategy(plan=plan, node_size=plan.node_size)
+
+    for name, averaging in AVERAGES.items():
+        ours, ddps = (epochs(make, averaging, 1, again=name == again) for make in (osdp, ddp))
         found[name] = compared(ours, ddps)
         found[f"{name}, apart"] = largest_difference(ours[2]["state_dict"], ours[2]["current_model_state"])
-        resumed = epochs(lambda: OSDPStrategy(plan=plan, node_size=plan.node_size), averaging, 2, ckpt_path=ours[3])
-        found[f"{name}, resumed"] = compared(resumed, epochs(ddp, averaging, 2, ckpt_path=ddps[3]))
-    again = epochs(lambda: OSDPStrategy(plan=plan, node_size=plan.node_size), WeightAveraging, 1, again=True)
-    found["again"] = compared(again, epochs(ddp, WeightAveraging, 1, again=True))
+        if name != again:
+            resumed = epochs(osdp, averaging, 2, ckpt_path=ours[3])
+            found[f"{name}, resumed"] = compared(resumed, epochs(ddp, averaging, 2, ckpt_path=ddps[3]))
     return found
 
 
@@ -155,17 +160,19 @@ def saved_by_users():
         fit, folder = fitted(make(), Model(), callbacks=[OwnAverage(whole)]), shared_folder()
         fit.save_checkpoint(folder / "one.ckpt")
         shadows.append(torch.load(folder / "one.ckpt", weights_only=True)["callbacks"]["OwnAverage"]["shadow"])
-    for callback in (OwnAverage(lambda value: value), Noting()):
-        for kind in ("full", "sharded"):
-            fit = fitted(OSDPStrategy(plan=plan, state_dict_type=kind), Model(), callbacks=[callback])
-            refused.append(failure(lambda fit=fit: fit.save_checkpoint(folder / "two.ckpt")))
+    for callback, kind in ((OwnAverage(lambda value: value), "full"), (Noting(), "sharded")):
+        fit = fitted(OSDPStrategy(plan=plan, state_dict_type=kind), Model(), callbacks=[callback])
+        refused.append(failure(lambda fit=fit: fit.save_checkpoint(folder / "two.ckpt")))
     return largest_difference(*shadows), refused
 
 
-@pytest.mark.parametrize(("world_size", "modes"), [(2, "mixed"), slow(4, "all")])
-def test_averages_are_those_under_ddp_also_resumed_and_fitted_again(ranks, world_size, modes):
-    for found in ranks(world_size).run(averages, modes=modes):
-        for name in ("all alike", "exponential"):
+@pytest.mark.parametrize(
+    ("world_size", "modes", "again"),
+    [(2, "mixed", "exponential"), slow(2, "mixed", "all alike"), *(slow(4, "all", name) for name in AVERAGES)],
+)
+def test_averages_are_those_under_ddp_also_resumed_and_fitted_again(ranks, world_size, modes, again):
+    for found in ranks(world_size).run(averages, modes=modes, again=again):
+        for name in AVERAGES:
             assert found.pop(f"{name}, apart") > 1e-4
         assert max(found.values()) < 1e-6, found
 
@@ -173,7 +180,7 @@ def test_averages_are_those_under_ddp_also_resumed_and_fitted_again(ranks, world
 def test_averages_that_users_keep_are_saved_whole_or_refused(ranks):
     for rank, (off, refused) in enumerate(ranks(2).run(saved_by_users)):
         assert off < 1e-6
-        entries = ["['callbacks']['OwnAverage']['shadow']['positions']"] * 2 + ["['noted'][1]"] * 2
+        entries = ["['callbacks']['OwnAverage']['shadow']['positions']", "['noted'][1]"]
         for (kind, text), entry in zip(refused, entries, strict=True):
             assert f"Expected whole tensors and plain values in a checkpoint, but its entry {entry} is a shard" in text
             assert kind == ("OSDPError" if rank and "noted" in entry else "ConfigurationError")

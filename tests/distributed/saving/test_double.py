@@ -11,7 +11,7 @@ from lightning_osdp import OSDPPrecision, OSDPStrategy
 from tests.distributed.support.fits import largest_difference, plan_for, shared_folder, trainer, without_measuring
 from tests.distributed.support.models import Base, OddMLP
 from tests.distributed.support.user_runs import TOLERANCE, WIDTH, Chain, ddp, planned
-from tests.tiers import slow
+from tests.tiers import in_turn, slow
 
 pytestmark = pytest.mark.distributed
 
@@ -107,8 +107,10 @@ def resumed(in_double, kinds, as_tensor):
 
 
 @pytest.mark.parametrize("as_tensor", [False, slow(True)])
-@pytest.mark.parametrize("in_double", ["flag", "by hand", "both"])
-@pytest.mark.parametrize("world_size", [1, 2, slow(4)])
+@pytest.mark.parametrize(
+    ("in_double", "world_size"),
+    [*in_turn(["flag", "by hand", "both"], [2, 1]), *(slow(each, 4) for each in ("flag", "by hand", "both"))],
+)
 def test_a_run_that_is_resumed_under_renamed_keys_is_that_of_ddp_to_the_bit(ranks, world_size, in_double, as_tensor):
     for found in ranks(world_size).run(resumed, in_double=in_double, kinds=("full", "sharded"), as_tensor=as_tensor):
         off_by_ddp = found.pop(None)

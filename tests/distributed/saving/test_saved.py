@@ -14,6 +14,7 @@ from lightning_osdp.strategy.checkpointing.saving import CompleteFiles
 from tests.distributed.support.fits import failure, plan_for, shared_folder, trainer
 from tests.distributed.support.models import OddMLP
 from tests.distributed.support.split_models import AtStart, SplitNet, consolidate, differing, split_plan, unequal
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -38,9 +39,9 @@ class Saved(SplitNet):
         return kind([{key: group[key] for key in ("params", "weight_decay")} for group in groups], **options)
 
 
-def save(folder):
-    """Three steps in slices and whole, with each optimizer; saved as a file and as shards."""
-    for index, name in enumerate(OPTIMIZERS):
+def save(folder, names):
+    """Three steps in slices and whole, with each of these optimizers; saved as a file and as shards."""
+    for index, name in enumerate(names):
         module = Saved(name)
         plan = split_plan("whole" if index % 2 else "four", module, dist.get_world_size(), is_shifted=True)
         fit = trainer(OSDPStrategy(plan=plan, batch_size="keep"), max_steps=3)
@@ -50,10 +51,10 @@ def save(folder):
         fit.save_checkpoint(Path(folder) / name)
 
 
-def on_one_device(folder):
+def on_one_device(folder, names):
     """Returns what a single device finds otherwise than in the file, resumed from it and from consolidated shards."""
     wrong = {}
-    for name in OPTIMIZERS:
+    for name in names:
         consolidate(Path(folder) / name)
         expected = torch.load(Path(folder) / f"{name}.ckpt", weights_only=True)
         for path in (Path(folder) / f"{name}.ckpt", Path(folder) / f"{name}.consolidated"):
@@ -75,10 +76,10 @@ def on_one_device(folder):
     return wrong
 
 
-def back_again(folder):
+def back_again(folder, names):
     """Returns what ranks that resume from consolidated shards find otherwise than in the file."""
     wrong = {}
-    for name in OPTIMIZERS:
+    for name in names:
         path, module = Path(folder) / f"{name}.consolidated", Saved(name)
         expected = torch.load(Path(folder) / f"{name}.ckpt", weights_only=True)
 
@@ -91,12 +92,13 @@ def back_again(folder):
     return wrong
 
 
-def test_a_single_device_and_ranks_go_on_with_each_others_checkpoints(ranks, tmp_path):
-    ranks(2).run(save, folder=str(tmp_path))
-    names = [f"{name}.{kind}" for name in OPTIMIZERS for kind in ("ckpt", "consolidated")]
-    assert ranks(1).run(on_one_device, folder=str(tmp_path))[0] == {name: [] for name in names}
-    consolidated = {f"{name}.consolidated": [] for name in OPTIMIZERS}
-    assert ranks(2).run(back_again, folder=str(tmp_path))[0] == consolidated
+@pytest.mark.parametrize("names", [("fused", "plain_sgd"), slow(("foreach", "momentum"))])
+def test_a_single_device_and_ranks_go_on_with_each_others_checkpoints(ranks, tmp_path, names):
+    given = {"folder": str(tmp_path), "names": names}
+    ranks(2).run(save, **given)
+    files = [f"{name}.{kind}" for name in names for kind in ("ckpt", "consolidated")]
+    assert ranks(1).run(on_one_device, **given)[0] == {file: [] for file in files}
+    assert ranks(2).run(back_again, **given)[0] == {f"{name}.consolidated": [] for name in names}
 
 
 def started(**options):

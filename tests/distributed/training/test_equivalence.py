@@ -38,7 +38,7 @@ def equivalence(name, optimizer, dtype, modes, num_micro_batches=1, clip=None, s
     return found
 
 
-both_sizes = pytest.mark.parametrize("world_size", [2, 4])
+both_sizes = pytest.mark.parametrize("world_size", [2, slow(4)])
 
 MODES = {"zdp": ["ZDP"], "dp": ["DP"], "mixed": ["DP", "ZDP"]}
 # A parameter whose true gradient is zero, such as attention's key bias, drifts by rounding under AdamW in float32.

@@ -1,6 +1,7 @@
 """Optimizers that step on rows: as on DTensors, bit for bit, and nobody else sees rows."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 from functools import partial
 
@@ -122,19 +123,27 @@ def largest_from_plain(of, plain):
     return found
 
 
-def equals_dtensors(names=tuple(CLASSES), in_nodes=False):
+def cases_of(name, *, is_all):
+    """Implementations with indices of options: all, or each of them at least once."""
+    hows, indices = (False, True, *["fused"] * (name in FUSED)), range(len(CLASSES[name]))
+    if is_all:
+        return [*itertools.product(hows, indices)]
+    number = max(len(hows), len(indices))
+    return [*itertools.islice(zip(itertools.cycle(hows), itertools.cycle(indices), strict=False), number)]
+
+
+def equals_dtensors(names=tuple(CLASSES), in_nodes=False, is_all=True):
     """Returns, by case, differences from steps on DTensors, and distances from steps of one process."""
     found, make = {}, cut_in_nodes if in_nodes else cut
     for name in names:
-        for how in (False, True, *["fused"] * (name in FUSED)):
-            for index, options in enumerate(CLASSES[name]):
-                given = {k: 0.05 if how == "fused" and k == "lr" else v for k, v in options.items()}
-                rows = stepped(make, name, how, given, stepping_on_rows)
-                plain = stepped(lambda whole: whole, name, how, given, lambda _: nullcontext())
-                other = None
-                if (name, how) not in NOT_ON_DTENSORS:
-                    other = differences(rows, stepped(make, name, how, given, lambda _: nullcontext()))
-                found[name, how, index] = other, largest_from_plain(rows, plain)
+        for how, index in cases_of(name, is_all=is_all):
+            given = {k: 0.05 if how == "fused" and k == "lr" else v for k, v in CLASSES[name][index].items()}
+            rows = stepped(make, name, how, given, stepping_on_rows)
+            plain = stepped(lambda whole: whole, name, how, given, lambda _: nullcontext())
+            other = None
+            if (name, how) not in NOT_ON_DTENSORS:
+                other = differences(rows, stepped(make, name, how, given, lambda _: nullcontext()))
+            found[name, how, index] = other, largest_from_plain(rows, plain)
     return found
 
 
@@ -267,17 +276,18 @@ ROUNDING = 1e-6
 
 
 @pytest.mark.parametrize(
-    ("world_size", "names", "in_nodes"),
+    ("world_size", "names", "in_nodes", "is_all"),
     [
-        (2, tuple(CLASSES), False),
-        slow(4, ("SGD", "AdamW", "NAdam"), True),
-        slow(4, tuple(CLASSES), False),
+        (2, tuple(CLASSES), False, False),
+        slow(2, tuple(CLASSES), False, True),
+        slow(4, ("SGD", "AdamW", "NAdam"), True, True),
+        slow(4, tuple(CLASSES), False, True),
     ],
-    ids=["two", "nodes", "four"],
+    ids=["two", "two, all", "nodes", "four"],
 )
-def test_steps_on_rows_equal_those_on_dtensors(ranks, world_size, names, in_nodes):
-    for found in ranks(world_size).run(equals_dtensors, names=names, in_nodes=in_nodes):
-        assert len(found) == sum(len(CLASSES[name]) * (2 + (name in FUSED)) for name in names)
+def test_steps_on_rows_equal_those_on_dtensors(ranks, world_size, names, in_nodes, is_all):
+    for found in ranks(world_size).run(equals_dtensors, names=names, in_nodes=in_nodes, is_all=is_all):
+        assert set(found) == {(name, *case) for name in names for case in cases_of(name, is_all=is_all)}
         for (name, how, index), (different, from_plain) in found.items():
             if (name, how) in NOT_ON_DTENSORS:
                 assert different is None

@@ -161,7 +161,7 @@ def trains_like_ddp(kind, modes, reduce, num_micro_batches):
 @pytest.mark.parametrize(
     ("number", "kind", "modes", "reduce", "num_micro_batches"),
     [
-        (2, Adapters, "mixed", "every", 1),
+        slow(2, Adapters, "mixed", "every", 1),
         (2, AllGiven, "zdp", "every", 3),
         (2, Adapters, "dp", "last", 3),
         slow(4, Adapters, "mixed", "every", 2),

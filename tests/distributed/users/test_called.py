@@ -20,6 +20,7 @@ from lightning_osdp.strategy.runtime import failure, ranks
 from tests.distributed.support.fits import without_measuring
 from tests.distributed.support.ranks import RankPool
 from tests.distributed.support.user_runs import Chain, check, differences, fitted, plan_with, refusal
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -315,7 +316,7 @@ def test_an_exception_before_there_is_a_model_to_save_reaches_the_user(ranks):
     assert ranks(2).run(fails_in_setup) == ["of the user"] * 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, slow(1)])  # 0 has the store
 def test_an_exception_on_one_rank_is_not_saved_and_reaches_the_user(rank):
     pool = RankPool(2)  # the other rank is ended in its collective
     try:

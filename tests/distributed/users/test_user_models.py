@@ -692,7 +692,7 @@ def test_parameters_that_some_ranks_use_equal_ddp(ranks, world_size):
     check(ranks(world_size).run(partly_used)[0])
 
 
-@pytest.mark.parametrize(("world_size", "kinds"), [(2, ["zdp", "dp"]), slow(4, ["node", "nodes"])])
+@pytest.mark.parametrize(("world_size", "kinds"), [(2, ["mixed"]), slow(2, ["zdp", "dp"]), slow(4, ["node", "nodes"])])
 def test_gradients_that_are_asked_for_in_a_step_equal_ddp(ranks, world_size, kinds):
     check(ranks(world_size).run(with_gradients_inside, kinds=kinds)[0])
 

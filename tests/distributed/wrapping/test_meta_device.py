@@ -15,7 +15,7 @@ from lightning_osdp.profiler import LiveBytes
 from tests.distributed.support.fits import trainer
 from tests.distributed.support.models import Base, build
 from tests.profiler.wrapped import whole
-from tests.tiers import slow
+from tests.tiers import in_turn, slow
 from tests.wrapped_units import plan, units_of
 
 pytestmark = pytest.mark.distributed
@@ -288,7 +288,7 @@ def evaluates_without_a_plan():
 
 
 MIXED, IN_NODES = ("ZDP", "DP"), ("HSDP", "ZDP", "HDP")
-KINDS = [(2, MIXED), (4, IN_NODES), slow(4, MIXED)]
+KINDS, MORE = [(2, MIXED), (4, IN_NODES)], [slow((4, MIXED), start) for start in ("meta", "rank 0")]
 
 
 @pytest.mark.parametrize("world_size", [2, slow(4)])
@@ -308,9 +308,9 @@ def test_rank_zero_gives_its_values_away_as_it_goes(ranks):
     assert found["end"] < 0.6 * found["whole"]
 
 
-@pytest.mark.parametrize(("world_size", "modes"), KINDS)
-@pytest.mark.parametrize("start", ["meta", "rank 0"])
-def test_all_ranks_start_with_the_values_of_rank_zero_whatever_the_units(ranks, start, world_size, modes):
+@pytest.mark.parametrize(("kind", "start"), [*in_turn(KINDS, ["rank 0", "meta"]), *MORE])
+def test_all_ranks_start_with_the_values_of_rank_zero_whatever_the_units(ranks, kind, start):
+    world_size, modes = kind
     for found in ranks(world_size).run(starts, start=start, modes=modes):
         assert found["equal"]
         assert found["rank 0's"]
@@ -326,9 +326,9 @@ def test_random_numbers_of_every_rank_advance_by_one_draw(ranks):
     assert all(found["one draw"] for found in ranks(2).run(starts, start="meta"))
 
 
-@pytest.mark.parametrize(("world_size", "modes"), KINDS)
-@pytest.mark.parametrize("start", ["meta", "rank 0"])
-def test_training_equals_the_unwrapped_model_from_the_same_weights(ranks, start, world_size, modes):
+@pytest.mark.parametrize(("kind", "start"), [*in_turn(KINDS, ["meta", "rank 0"]), *MORE])
+def test_training_equals_the_unwrapped_model_from_the_same_weights(ranks, kind, start):
+    world_size, modes = kind
     for difference, moved in ranks(world_size).run(trains, start=start, modes=modes):
         assert difference < 1e-10
         assert moved > 1e-2
