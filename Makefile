@@ -7,7 +7,7 @@
 #   DEMO_CONFIG  what `make demo` trains: on a GPU machine
 #                `make demo DEMO_CONFIG=examples/mingpt/configs/osdp.yaml`
 #   PYTEST_ARGS  passed on to pytest: `make unit PYTEST_ARGS="tests/core -x"`; by default two
-#                processes share the tests, for ranks wait for each other a good part of the time;
+#                processes share the tests, each on half of the cores;
 #                with `--hypothesis-profile=random` property tests look for new examples
 #   MINUTES      how long `make soak` trains
 

@@ -8,6 +8,11 @@ import tempfile
 # Before torch is imported, and for processes that tests start: threads on small tensors only wait for each other, and
 # two processes that run tests have taken three times the seconds.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Each of several processes that share the tests has cores of its own, with the ranks that it starts: these wake each
+# other up all the time, which costs least on one core, and ranks of two tests would wait for each other's.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    _cores, _place = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.sched_setaffinity(0, _cores[_place % len(_cores) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])])
 
 import pytest
 import torch.distributed as dist

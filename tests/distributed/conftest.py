@@ -1,4 +1,3 @@
-import os
 from importlib.util import find_spec
 
 import pytest
@@ -10,13 +9,13 @@ collect_ignore = [] if find_spec("transformers") and find_spec("peft") else ["su
 
 
 class _Pools:
-    def __init__(self, lock):
-        self._pools, self._lock = {}, lock
+    def __init__(self):
+        self._pools = {}
 
     def __call__(self, world_size):
         pool = self._pools.get(world_size)
         if pool is None or not pool.is_alive:
-            self._pools[world_size] = pool = RankPool(world_size, lock=self._lock)
+            self._pools[world_size] = pool = RankPool(world_size)
         return pool
 
     def close(self):
@@ -25,10 +24,9 @@ class _Pools:
 
 
 @pytest.fixture(scope="session")
-def pools(tmp_path_factory):
-    """Makes a pool of so many ranks, the same one for the whole session; one at a time runs in all its processes."""
-    are_several = "PYTEST_XDIST_WORKER" in os.environ
-    made = _Pools(tmp_path_factory.getbasetemp().parent / "ranks.lock" if are_several else None)
+def pools():
+    """Makes a pool of so many ranks, the same one for the whole session."""
+    made = _Pools()
     yield made
     made.close()
 

@@ -1,7 +1,6 @@
 """Ranks that start once and run many cases; what costs seconds to import is imported once for all of them."""
 
 import faulthandler
-import fcntl
 import gc
 import importlib.util
 import inspect
@@ -13,7 +12,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from contextlib import contextmanager
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
@@ -38,12 +36,10 @@ class RankPool:
     Args:
         world_size: how many.
         start_method: "forkserver", or "spawn" for ranks that have no memory and no environment of earlier ones.
-        lock: a file that pools share of which only one is to run at a time; None: this one waits for no other.
     """
 
-    def __init__(self, world_size, *, start_method="forkserver", lock=None):
+    def __init__(self, world_size, *, start_method="forkserver"):
         self.world_size = world_size
-        self._lock = lock
         self._start_method = start_method
         self.timeout_s = TIMEOUT_S
         self._start()
@@ -86,15 +82,14 @@ class RankPool:
         gloo's threads (torch 2.13, "pt_gloo_runloop" in malloc), in the first case of a pool. The case runs once more
         on new ranks, and a warning tells.
         """
-        with _held(self._lock):
-            try:
-                return self._outcomes(case, kwargs)
-            except _RankDiedError as error:
-                if error.exitcode != -signal.SIGSEGV:
-                    raise
-                warnings.warn(f"{case.__name__} runs again after a segmentation fault: {error}", stacklevel=2)
-                self._start()
-                return self._outcomes(case, kwargs)
+        try:
+            return self._outcomes(case, kwargs)
+        except _RankDiedError as error:
+            if error.exitcode != -signal.SIGSEGV:
+                raise
+            warnings.warn(f"{case.__name__} runs again after a segmentation fault: {error}", stacklevel=2)
+            self._start()
+            return self._outcomes(case, kwargs)
 
     def _outcomes(self, case, kwargs):
         path = inspect.unwrap(case).__code__.co_filename
@@ -131,17 +126,6 @@ class RankPool:
             process.join()
         for faults in self._faults:
             faults.close()
-
-
-@contextmanager
-def _held(lock):
-    """Holds a file, if any: ranks of two tests on two cores have taken four times as long as one after the other."""
-    if lock is None:
-        yield
-        return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _serve(connection: Connection, rank, world_size, port, faults):

@@ -75,7 +75,7 @@ def test_loaders_of_different_sizes_are_kept():
     assert why_not_resizable(combined(DataLoader(DATA), DataLoader(FOUR))) is None
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_looking_leaves_loaders_and_random_numbers_alone(num_workers):
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(

@@ -92,7 +92,7 @@ def test_everything_but_the_size_stays():
         batch_size=2,
         sampler=sampler,
         drop_last=True,
-        num_workers=2,
+        num_workers=1,
         persistent_workers=True,
         prefetch_factor=3,
         pin_memory=False,
