@@ -163,7 +163,11 @@ def profile_model(
         buffer_bytes=bytes_of(module.buffers()),
         # a cast makes a copy beside what the loader gave
         batch_bytes=Affine.proportional(batch_size, bytes_of({*tensors_in(batch), *tensors_in(cast_batch)})),
-        notes=tuple(note for note in (*trace.notes, note_on_compiled(module), note_on_device(device)) if note),
+        notes=tuple(
+            note
+            for note in (*trace.notes, note_on_compiled(module, exchanges=exchanges), note_on_device(device))
+            if note
+        ),
     )
 
 

@@ -34,7 +34,7 @@ from lightning_osdp.profiler.tracing.operators import Operator
 from lightning_osdp.profiler.tracing.saved_bytes import Activations
 from lightning_osdp.profiler.tracing.trace import Trace
 from lightning_osdp.search.levels import Result, find_levels
-from lightning_osdp.splitting import cut_dims, splittable
+from lightning_osdp.splitting import cut_dims, inside_compiled, splittable
 from lightning_osdp.stationary import refusal_of_one
 
 _WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes", "rerun_workspace_bytes")
@@ -120,10 +120,10 @@ def _cut(operator: Operator, num_features: int | None, flows: Mapping[str, Flow]
 def profile_exchanges(module: nn.Module, operators: Iterable[OperatorProfile], trace: Trace) -> tuple[Exchange, ...]:
     """Operators, and pairs of them, whose activations can move in place of their weights.
 
-    Each can be a unit, is trained as a whole, is called once, and has no hooks. An operator with features on both sides
-    could move them in two ways: the one that sends fewer bytes is taken.
+    Each can be a unit, is trained as a whole, is called once, has no hooks, and is not compiled. An operator with
+    features on both sides could move them in two ways: the one that sends fewer bytes is taken.
     """
-    features = splittable(module)
+    features, in_graphs = splittable(module), inside_compiled(module)
     may = {
         operator.name
         for operator in operators
@@ -131,6 +131,7 @@ def profile_exchanges(module: nn.Module, operators: Iterable[OperatorProfile], t
         and operator.enclosing[0] == operator.name
         and operator.trainable_bytes == operator.parameter_bytes > 0
         and not operator.stands_alone
+        and module.get_submodule(operator.name) not in in_graphs
         and not refusal_of_one(module, operator.name)
     }
     sequence, found = trace.calls.sequence, list[Exchange]()

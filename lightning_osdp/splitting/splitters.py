@@ -1,4 +1,4 @@
-"""`SPLITTERS`: operators that can be split, and how slices work together; and modules that torch compiles whole."""
+"""`SPLITTERS`: operators that can be split, and how slices work together; and modules that torch compiles."""
 
 from __future__ import annotations
 
@@ -195,6 +195,28 @@ def splittable(root: nn.Module) -> dict[str, int]:
         if name and splitter is not None and alone and module not in read_directly:
             num_features[name] = int(getattr(module, splitter.features))
     return num_features
+
+
+def compiled(module: nn.Module) -> list[str]:
+    """Names of the compiled modules in a model: by ``torch.compile(module)``, in place, or by Lightning.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> net[0].compile()
+        >>> compiled(net)
+        ['0']
+    """
+    marks = ("_compiled_call_impl", "_compiler_ctx")
+    return [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, OptimizedModule) or any(getattr(child, mark, None) is not None for mark in marks)
+    ]
+
+
+def inside_compiled(module: nn.Module) -> set[nn.Module]:
+    """Compiled modules in a model, and all modules inside them, by whatever name they are called."""
+    return {inside for name in compiled(module) for inside in module.get_submodule(name).modules()}
 
 
 def compiled_whole(module: nn.Module) -> list[str]:

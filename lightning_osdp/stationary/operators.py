@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import class_name, parameter_like
+from lightning_osdp.splitting import class_name, inside_compiled, parameter_like
 from lightning_osdp.stationary.exchanges import (
     Call,
     gather,
@@ -223,6 +223,7 @@ def refusal(root: nn.Module, kind: str, operators: Sequence[str]) -> str:
     ``kind`` is one of ``core.exchange.KINDS``, and operators are given by their qualified names in forward order.
     """
     owners = Counter(parameter for module in root.modules() for parameter in module.parameters(recurse=False))
+    in_graphs = inside_compiled(root)
     if len(operators) != len(_ROLES[kind]):
         return f"{kind!r} is of {len(_ROLES[kind])} operators, not of {list(operators)}"
     modules = [root.get_submodule(name) for name in operators]
@@ -233,6 +234,8 @@ def refusal(root: nn.Module, kind: str, operators: Sequence[str]) -> str:
         reason = refusal_of_one(root, name)
         if not reason and any(owners[parameter] > 1 for parameter in module.parameters(recurse=False)):
             reason = "shares its weights"
+        if not reason and module in in_graphs:
+            reason = "is compiled, or inside of a module that is: torch.compile knows no exchanges"
         if reason:
             return f"{name!r} {reason}"
     if kind == "pair":
@@ -248,7 +251,10 @@ def refusal(root: nn.Module, kind: str, operators: Sequence[str]) -> str:
 
 
 def refusal_of_one(root: nn.Module, name: str) -> str:
-    """Reason why one operator cannot move activations, whatever its class and other users of its weights; or empty."""
+    """Reason why one operator cannot move activations; empty where it can.
+
+    Its class, other users of its weights and compiled modules around it are left out.
+    """
     module, parent = root.get_submodule(name), root.get_submodule(name.rpartition(".")[0])
     parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
     reasons = {

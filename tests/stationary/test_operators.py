@@ -195,6 +195,12 @@ REFUSED = {
     "has max_norm, scale_grad_by_freq or sparse": _with(
         lambda model: setattr(model.embedding, "sparse", True), kind="embedding", operators=("embedding",)
     ),
+    "'last' is compiled, or inside of a module that is": _with(lambda model: model.compile(backend="eager")),
+    "'up' is compiled, or inside": _with(
+        lambda model: setattr(model, "fast", torch.compile(model.up, backend="eager")),
+        kind="pair",
+        operators=("up", "down"),
+    ),
     "'last' takes 5 features of torch.float32, and 'up' makes 8": _with(
         lambda model: None, kind="pair", operators=("up", "last")
     ),

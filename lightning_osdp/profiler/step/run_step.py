@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,12 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.step.fake_model import faked
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
+from lightning_osdp.splitting import compiled
 
 TrialRun: TypeAlias = "AbstractContextManager[tuple[Callable[[], Any], Any]]"
 """Yields a function that runs forward once, and its batch; on exit the module is as before."""
 
 _MAX_NAMED = 3
 """Most compiled modules that a note names."""
+_WEIGHTS_ONLY = ", and moves weights, for the compiler knows no exchanges of activations"
+"""End of a note on compiled modules where other operators may move activations."""
 _DROPOUTS = frozenset(
     (
         *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -223,31 +225,24 @@ def as_eager(module: nn.Module) -> Iterator[None]:
 
     Compiled code would compile the profiler's hooks, too, or leave them out.
     """
-    with torch.compiler.set_stance("force_eager") if _compiled(module) else nullcontext():
+    with torch.compiler.set_stance("force_eager") if compiled(module) else nullcontext():
         yield
 
 
-def note_on_compiled(module: nn.Module) -> str | None:
-    """Note of a plan for a model of which a part is compiled; Lightning's ``torch.compile(net)`` compiles the root."""
-    names = _compiled(module)
+def note_on_compiled(module: nn.Module, *, exchanges: bool = False) -> str | None:
+    """Note of a plan for a model of which a part is compiled; Lightning's ``torch.compile(net)`` compiles the root.
+
+    With ``exchanges`` it says that nothing inside moves activations, which other operators may.
+    """
+    names = compiled(module)
     if not names:
         return None
     named = ", ".join(repr(name) if name else "the whole model" for name in names[:_MAX_NAMED])
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return (
         f"{named}{more}: profiled as eager code, so that times and memory are not those of compiled code; each unit"
-        " inside a compiled module breaks its graph in two places"
+        f" inside a compiled module breaks its graph in two places{_WEIGHTS_ONLY if exchanges else ''}"
     )
-
-
-def _compiled(module: nn.Module) -> list[str]:
-    """Names of compiled modules: by ``torch.compile(module)``, in place, or by Lightning."""
-    marks = ("_compiled_call_impl", "_compiler_ctx")
-    return [
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, OptimizedModule) or any(getattr(child, mark, None) is not None for mark in marks)
-    ]
 
 
 def why_not_mean(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, batch_size: int) -> str | None:

@@ -295,6 +295,12 @@ class Hooked(Chain):
         self.third.register_forward_hook(lambda *_: None)
 
 
+class Compiled(Chain):
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.third.compile(backend="eager")
+
+
 def refusals():
     found = {}
     for name, make, exchanges in (
@@ -302,6 +308,7 @@ def refusals():
         ("softmax", partial(Normalized, between="softmax"), [("pair", ("first", "second"))]),
         ("hooked", Hooked, [("row", ("third",))]),
         ("norm", Chain, [("column", ("norm",))]),
+        ("compiled", Compiled, [("row", ("third",))]),
     ):
         plan = stationary_plan(make, exchanges=exchanges)
         found[name] = refusal(lambda plan=plan, make=make: fitted(OSDPStrategy(plan=plan, dry_run=False), make()))
@@ -312,6 +319,7 @@ TEXTS = {
     "batch": "ConfigurationError: Expected only elementwise functions of one tensor between 'first' and 'second'",
     "softmax": "got softmax, which runs _softmax",
     "hooked": "ConfigurationError: Expected unit 'third' to be able to move activations as 'row', .* 'third' has hooks",
+    "compiled": "Expected unit 'third' to be able to move activations as 'row', .* 'third' is compiled, or inside",
     "norm": "'norm' is torch.nn.modules.normalization.LayerNorm",
 }
 
@@ -378,12 +386,12 @@ SPACE = SearchSpace(modes=("ZDP", "DP", "stationary"), min_unit_bytes=0, slices=
 
 
 def searched(make):
-    """Difference from DDP, and the exchanges that a plan of the strategy's own has."""
+    """Difference from DDP, and the operators that move activations in a plan of the strategy's own."""
     with mock.patch.object(plan_fit, "measure_cluster", return_value=slow_cluster()):
         own = fitted(OSDPStrategy(search_space=SPACE, dry_run=True), make("sgd"), max_steps=3)
     by_ddp = fitted(ddp(), make("sgd"), max_steps=3)
     units = own[2].strategy.plan.units
-    return difference(own, by_ddp), [unit.exchange for unit in units if "moves" in unit.treatments[0]]
+    return difference(own, by_ddp), [name for unit in units if "moves" in unit.treatments[0] for name in unit.operators]
 
 
 def slow_cluster():
@@ -392,6 +400,23 @@ def slow_cluster():
 
 
 def test_plans_of_the_strategys_own_train_as_ddp(ranks):
-    for off, exchanges in ranks(2).run(searched, make=WideMLP):
+    for off, names in ranks(2).run(searched, make=WideMLP):
         assert off < 1e-10
-        assert exchanges
+        assert names
+
+
+class PartlyCompiled(WideMLP):
+    """Its second and its third layer, which would be a pair, are compiled together."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        first, second, third, *others = self.layers
+        self.layers = nn.Sequential(first, nn.Sequential(second, third), *others)
+        self.layers[1].compile(backend="eager")
+
+
+def test_what_is_compiled_moves_weights_beside_others_that_move_activations(ranks):
+    for off, names in ranks(2).run(searched, make=PartlyCompiled):
+        assert off < 1e-10
+        assert names
+        assert not any(name.startswith("layers.1.") for name in names)

@@ -206,6 +206,32 @@ def test_operators_that_are_not_as_they_come_move_no_activations(changed):
     assert found == {("b",): "row"}
 
 
+def compiled_in_place(block):
+    block.compile(backend="eager")
+    return {"block": block}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        compiled_in_place,
+        lambda block: {"block": torch.compile(block, backend="eager")},
+        lambda block: {"plain": block, "block": torch.compile(block, backend="eager")},
+    ],
+    ids=["in place", "wrapped", "under two names"],
+)
+def test_nothing_inside_of_a_compiled_module_moves_activations_and_the_profile_says_so(changed):
+    def found(change):
+        modules = {"first": nn.Linear(WIDTH, WIDTH)} | change(nn.Sequential(*layers().values()))
+        return profiled(lambda m, x: m.block(m.first(x)).sum(), modules)
+
+    plain, profile = found(lambda block: {"block": block}), found(changed)
+    assert ("block.0", "block.1") in [each.operators for each in plain.exchanges]
+    assert [each.operators for each in profile.exchanges] == [("first",)]
+    assert plain.notes == ()
+    assert profile.notes[-1].endswith("moves weights, for the compiler knows no exchanges of activations")
+
+
 def test_shared_weights_and_operators_that_are_called_again_move_no_activations():
     modules = {"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)}
     assert exchanges(lambda m, x: m.b(F.relu(m.a(m.a(x)))).sum(), modules) == {("b",): "column"}
