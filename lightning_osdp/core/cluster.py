@@ -161,6 +161,8 @@ class Cluster(Stored):
     """Links over the ranks that have the same place in their nodes, for all places at a time."""
     all_reduce: Link | None = None
     """All-reduce over all ranks, where there are several nodes; see `Links.all_reduce`."""
+    agreement: Link | None = None
+    """All-reduce of few numbers by way of hosts, see `agreement_s`; None where it was not measured."""
 
     @property
     def has_nodes(self) -> bool:
@@ -205,6 +207,15 @@ class Cluster(Stored):
         It is not measured: a rank sends as many bytes as in an all-gather of so many, in as many messages.
         """
         return self.all_gather_s(num_bytes)
+
+    def agreement_s(self, num_bytes: float) -> float:
+        """Seconds in which all ranks agree on so many bytes by way of their hosts: a small all-reduce, as of gloo.
+
+        Where it was not measured, it is two all-gathers on the links over all ranks, which are those of devices.
+        """
+        if self.agreement is None:
+            return 2 * self.all_gather_s(num_bytes)
+        return self.agreement.ring_s(num_bytes, self.world_size)
 
     def _links(self, over: str) -> Links | Cluster:
         return self if over == "all" or self.within_node is None else self.within_node

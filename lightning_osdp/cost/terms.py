@@ -21,8 +21,8 @@ from lightning_osdp.engine import (
     messages,
 )
 
-_ROWS_BYTES = 8
-"""Bytes of a number of rows."""
+_NUMBER_BYTES = 4
+"""Bytes of each number on which ranks agree before inputs are exchanged."""
 
 
 def communication_s(
@@ -97,13 +97,14 @@ def collective_s(
 def exchange_s(exchange: Exchange, kind: str, cluster: Cluster, workload: Workload) -> float:
     """Seconds of one exchange over all ranks, by its kind of event; none where there is nothing to send.
 
-    Before inputs, ranks tell each other how many rows they have: an all-reduce of a number of each.
+    Before inputs, ranks tell each other how many rows they have, and twice what they are about to exchange, by way of
+    their hosts.
     """
     message = messages(exchange, cluster.world_size)[kind]
     num_bytes = message.num_bytes.at(workload.micro_batch_size)
     of_operation = {"all_gather": cluster.all_gather_s, "all_to_all": cluster.all_to_all_s}
     seconds = of_operation[message.operation](num_bytes) if num_bytes else 0.0
-    return seconds + 2 * cluster.all_gather_s(_ROWS_BYTES * cluster.world_size) if kind == EXCHANGES[0] else seconds
+    return seconds + cluster.agreement_s(_NUMBER_BYTES * (cluster.world_size + 2)) if kind == EXCHANGES[0] else seconds
 
 
 def exchanged_bytes(exchange: Exchange, cluster: Cluster, workload: Workload) -> float:

@@ -25,6 +25,8 @@ _SPEC = re.compile(
 )
 CONTEXT_MIB = 1536
 """Memory of a device that is not free for tensors: the context and NCCL's buffers. [Assumption, not a measurement.]"""
+_HOST_STEP_S = 2e-5
+"""Seconds of a step of a ring of hosts over TCP, whatever they tell each other. [Assumption, not a measurement.]"""
 _KERNELS_S = 5e-5
 """Seconds of small kernels for each unit and micro-batch. [Assumption, not a measurement.]"""
 _CONTENTION = Contention(computing=1.1255, collectives=1.1255)
@@ -141,6 +143,7 @@ class Machine:
             host_copy_s_per_byte=1 / self.host.bytes_per_s,
             host_copies_overlap=True,
             memory_bytes=self.memory_bytes,
+            agreement=_both_ways(Link(latency_s=_HOST_STEP_S, seconds_per_byte=0.0)),
         )
         if self.network is None:
             return cluster

@@ -76,6 +76,16 @@ def test_an_all_reduce_between_nodes_goes_there_and_back():
     assert measured.all_reduce_between_s(1e6) == FAST.ring_s(1e6, 2)
 
 
+def test_ranks_agree_by_way_of_their_hosts_or_as_their_devices_would():
+    cluster = Cluster(world_size=4, all_gather=LINK, reduce_scatter=LINK)
+    assert cluster.agreement_s(24) == 2 * LINK.ring_s(24, 4)
+    measured = dataclasses.replace(cluster, agreement=Link(latency_s=1e-4, seconds_per_byte=0.0))
+    assert measured.agreement_s(24) == pytest.approx(3e-4)
+    assert measured.as_if(8, link_rate=10.0).agreement_s(24) == pytest.approx(7e-4)
+    assert Cluster.from_json(measured.to_json()) == measured
+    assert "agreement" not in cluster.to_json()
+
+
 def test_nodes_matter_where_there_are_several_with_several_ranks():
     sizes = (None, 1, 2, 3, 4, 8)
     assert [size for size in sizes if dataclasses.replace(TWO_NODES, node_size=size).has_nodes] == [2, 4]

@@ -6,13 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import ALL_MODES, DP, MODES, ZDP
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
+from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, OptimizerProfile, ParameterProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import TERMS, Workload, optimizer_s, overhead_part_s, overhead_s, saved_bytes, unit_s
-from lightning_osdp.cost.terms import activations_s, communication_s, compute_s
+from lightning_osdp.cost.terms import activations_s, communication_s, compute_s, exchange_s
+from lightning_osdp.engine import EXCHANGES
 from lightning_osdp.simulation import simulate_step
 
 # ---- every term
@@ -306,3 +309,17 @@ def test_what_is_fixed_of_the_optimizer_step_is_not_shared_among_ranks(model, cl
     profile = model(400, 800, optimizer=OptimizerProfile(fixed_s=0.25, s_per_element=0.01))
     assert optimizer_s(profile, cluster(1)) == pytest.approx(0.25 + 300 * 0.01)
     assert optimizer_s(profile, cluster(4)) == pytest.approx(0.25 + 75 * 0.01)
+
+
+def test_ranks_agree_by_way_of_their_hosts_before_inputs_are_exchanged(workload):
+    exchange = Exchange("column", ("a",), *(Affine(0.0, 40.0),) * 3)
+    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
+    slow, fast = (
+        Cluster(world_size=4, all_gather=link, reduce_scatter=link, agreement=Link(latency_s=s, seconds_per_byte=0.0))
+        for s in (1e-3, 0.0)
+    )
+    more_s = {
+        kind: exchange_s(exchange, kind, slow, workload(2)) - exchange_s(exchange, kind, fast, workload(2))
+        for kind in EXCHANGES
+    }
+    assert more_s == {kind: pytest.approx(3e-3 if kind == "exchange_inputs" else 0.0) for kind in EXCHANGES}

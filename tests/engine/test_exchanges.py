@@ -152,7 +152,7 @@ def test_seconds_are_those_of_latencies_and_bytes_that_are_sent_and_grow_with_th
         found = step(kind, num_micro_batches, samples, overlaps=overlaps)
         around = {"cluster": found.cluster, "workload": found.workload}
         seconds = collectives_s(found.units[2], STATIONARY, **around)
-        rows = 2 * (RANKS - 1) * (0.25 + 8 * SENT_S)  # an all-reduce of numbers of rows
+        rows = 2 * (RANKS - 1) * (0.25 + 4 * (RANKS + 2) / RANKS * SENT_S)  # an all-reduce of numbers of rows
         expected = rows + 4 * (RANKS - 1) * 0.25 + sent(kind, samples) * SENT_S
         assert sum(seconds.values()) == pytest.approx(num_micro_batches * expected)
         assert unit_s(found.units[2], STATIONARY, **around) == pytest.approx(

@@ -54,6 +54,10 @@ def test_texts_are_nodes_of_devices(text, nodes, ranks, gbit):
     assert machine.world_size == machine.cluster.world_size == nodes * ranks
 
 
+def test_hosts_agree_in_a_ring_of_their_own():
+    assert Machine.parse("8 h100-sxm").cluster.agreement_s(40) == pytest.approx(2 * 7 * 20e-6)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

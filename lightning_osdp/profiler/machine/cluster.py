@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -46,7 +47,12 @@ _REPEATS = 5
 
 
 def measure_cluster(
-    device: torch.device, *, local_ranks: int = 1, model_bytes: int = 0, node_size: int | None = None
+    device: torch.device,
+    *,
+    local_ranks: int = 1,
+    model_bytes: int = 0,
+    node_size: int | None = None,
+    hosts: dist.ProcessGroup | None = None,
 ) -> Cluster:
     """Links of the default process group and overhead of units, both timed. Call it on all ranks.
 
@@ -56,6 +62,8 @@ def measure_cluster(
         model_bytes: bytes of the model that is on the device already: plans may use them.
         node_size: ranks of a node, which follow each other; links inside of nodes and between them are then timed, too.
             None: all are in one.
+        hosts: process group of all ranks for tensors of the CPU, by which they agree in a step; None: the default one,
+            where the device is the CPU. Without any, that agreement is not timed.
 
     Returns:
         Equal values on every rank. With one rank, or no process group, links cost nothing.
@@ -63,7 +71,7 @@ def measure_cluster(
     workspace_bytes = library_workspace_bytes(device)
     with ExitStack() as groups, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            cluster = _measure_ranks(device, node_size, groups)
+            cluster = _measure_ranks(device, node_size, groups, hosts)
         else:
             free = Link(latency_s=0.0, seconds_per_byte=0.0)
             cluster = Cluster(world_size=1, all_gather=free, reduce_scatter=free)
@@ -85,7 +93,7 @@ def measure_cluster(
         )
 
 
-def _measure_ranks(device: torch.device, node_size: int | None, groups: ExitStack) -> Cluster:
+def _measure_ranks(device: torch.device, node_size: int | None, groups: ExitStack, hosts: _Group) -> Cluster:
     """Cluster of all ranks, without host copies and memory; process groups of nodes live as long as ``groups``."""
     all_gather, reduce_scatter = (_measure_link(device, each) for each in (_all_gather, _reduce_scatter))
     overlaps, waits_for, contention = _measure_overlap(device, all_gather)
@@ -100,6 +108,7 @@ def _measure_ranks(device: torch.device, node_size: int | None, groups: ExitStac
         contention=contention,
         reduce_scatter_copies=_copies_in_reduce_scatter(device),
         node_size=node_size,
+        agreement=_measure_agreement(hosts) if hosts is not None or device.type == "cpu" else None,
     )
     cluster = dataclasses.replace(cluster, unit_overhead=measure_unit_overhead(cluster, device))
     if node_size is None or not cluster.has_nodes:
@@ -189,6 +198,20 @@ def _measure_link(device: torch.device, collective: Callable[..., None], group: 
 
     points = points_by(measured, least_in_a_row=_MOST_IN_A_ROW if device.type == "cuda" else _LEAST_IN_A_ROW)
     return link_through(points, dist.get_world_size(group))
+
+
+def _measure_agreement(hosts: _Group) -> Link:
+    """Link of all-reduces of a number of each rank, in the fastest of a few runs on its slowest rank: latency alone."""
+    numbers, runs_s = torch.zeros(dist.get_world_size(hosts), dtype=torch.int32, device="cpu"), list[float]()
+    for _ in range(REPEATS_TOGETHER):
+        dist.all_reduce(numbers, group=hosts)  # ranks begin together
+        start = time.perf_counter()
+        for _ in range(_MOST_IN_A_ROW):
+            dist.all_reduce(numbers, group=hosts)
+        runs_s.append((time.perf_counter() - start) / _MOST_IN_A_ROW)
+    slowest_s = torch.tensor(runs_s, dtype=torch.float64, device="cpu")
+    dist.all_reduce(slowest_s, dist.ReduceOp.MAX, group=hosts)
+    return Link(latency_s=float(slowest_s.min()) / (len(numbers) - 1), seconds_per_byte=0.0)
 
 
 def points_by(

@@ -43,7 +43,7 @@ from lightning_osdp.strategy.planning.plan_request import PlanRequest
 from lightning_osdp.strategy.planning.profile_fit import FitProfiler
 from lightning_osdp.strategy.planning.publish import shown_progress
 from lightning_osdp.strategy.planning.training_step import ParameterGroup, check_in_children
-from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
+from lightning_osdp.strategy.runtime.all_ranks import host_group, on_all_ranks, on_rank_zero
 
 UNVALIDATED = (
     "unvalidated on CUDA: predicted seconds and bytes, with libraries' workspaces, offloading and what memory_limit"
@@ -254,7 +254,11 @@ def _measured_cluster(trainer: pl.Trainer, module: pl.LightningModule, options: 
         tensors = (*module.parameters(), *module.buffers())
         model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)  # made in configure_model
         cluster = measure_cluster(
-            device, local_ranks=trainer.num_devices, model_bytes=model_bytes, node_size=options.node_size
+            device,
+            local_ranks=trainer.num_devices,
+            model_bytes=model_bytes,
+            node_size=options.node_size,
+            hosts=host_group() if trainer.world_size > 1 else None,
         )
     links = [("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)]
     if cluster.within_node is not None:

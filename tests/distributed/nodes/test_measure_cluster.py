@@ -13,6 +13,8 @@ from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
+CPU = torch.device("cpu")
+
 
 def measured_cluster(available_bytes):
     """measure_cluster where this rank may use its entry of ``available_bytes``; units are no larger than 1 MiB."""
@@ -21,6 +23,16 @@ def measured_cluster(available_bytes):
         mock.patch.object(unit_overhead, "_PATIENCE_S", 0.0),
     ):
         return measure_cluster(torch.device("cpu"), local_ranks=dist.get_world_size())
+
+
+def agreement_beside_a_device():
+    """Link of agreements in a group of hosts, and whether nothing went through the default group."""
+    hosts = dist.new_group()
+    before = dist.group.WORLD._get_backend(CPU)._get_sequence_number_for_group()
+    link = cluster._measure_agreement(hosts)
+    is_beside = dist.group.WORLD._get_backend(CPU)._get_sequence_number_for_group() == before
+    dist.destroy_process_group(hosts)
+    return link, is_beside
 
 
 def memory_beside_groups(node_size):
@@ -47,10 +59,18 @@ def test_all_ranks_see_the_same_cluster_and_its_links_take_time(ranks, available
     assert not first.has_streams
     assert first.overlaps == bool(first.waits_for)  # by units that are sharded in nodes in any case
     assert first.contention.computing >= 1
+    assert first.agreement.ring_s(1000, world_size) > 0
     for link in (first.all_gather, first.reduce_scatter):
         assert link.latency_s >= 0
         assert link.seconds_per_byte > 0
         assert link.ring_s(1000, world_size) > 0
+
+
+def test_what_ranks_take_to_agree_is_timed_in_the_group_of_their_hosts(ranks):
+    (first, is_beside), (second, _) = ranks(2).run(agreement_beside_a_device)
+    assert is_beside
+    assert first == second
+    assert first.latency_s > 0
 
 
 @pytest.mark.slow

@@ -1,12 +1,16 @@
 import random
+from contextlib import ExitStack
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_osdp.core.cluster import Link
+from benchmarks.testbed.groups import fake_group
+from lightning_osdp.core.cluster import Contention, Link
 from lightning_osdp.profiler import measure_cluster
+from lightning_osdp.profiler.machine import cluster
 from lightning_osdp.profiler.machine.cluster import contention_of, hidden_share, link_through, points_by
 
 SIZES = (16_384, 262_144, 2_097_152, 8_388_608)
@@ -47,10 +51,25 @@ def test_a_slow_episode_is_no_part_of_the_link():
 
 
 def test_one_process_has_links_that_cost_nothing():
-    cluster = measure_cluster(torch.device("cpu"), local_ranks=2)
-    assert cluster.world_size == 1
-    assert cluster.all_gather == cluster.reduce_scatter == Link(latency_s=0.0, seconds_per_byte=0.0)
-    assert cluster.memory_bytes > 0
+    found = measure_cluster(torch.device("cpu"), local_ranks=2)
+    assert found.world_size == 1
+    assert found.all_gather == found.reduce_scatter == Link(latency_s=0.0, seconds_per_byte=0.0)
+    assert found.memory_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_hosts", "is_timed"), [("cpu", False, True), ("cuda", False, False), ("cuda", True, True)]
+)
+def test_agreements_are_timed_where_there_is_a_group_for_tensors_of_the_cpu(monkeypatch, kind, has_hosts, is_timed):
+    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
+    monkeypatch.setattr(cluster, "_measure_link", lambda *_: link)
+    monkeypatch.setattr(cluster, "_measure_overlap", lambda *_: (False, (), Contention()))
+    monkeypatch.setattr(cluster, "_copies_in_reduce_scatter", lambda _: False)
+    monkeypatch.setattr(cluster, "measure_unit_overhead", lambda *_: {})
+    with fake_group(2):
+        hosts = dist.group.WORLD if has_hosts else None
+        found = cluster._measure_ranks(torch.device(kind), None, ExitStack(), hosts)
+    assert (found.agreement is not None) == is_timed
 
 
 WORLD_SIZE = 8
