@@ -8,7 +8,8 @@ one for each token or sample, and features.
 - ``row``: each rank gets its features of all rows, and makes partial sums of the output, which are added up on the rank
   that they are of.
 - ``pair``: an operator by columns, operations that treat each element by itself, and an operator by rows: features in
-  between stay where they are.
+  between stay where they are. Two operators by columns may feed the last one, if they take the same input, as those of
+  a gated MLP do.
 - ``embedding``: by columns, with indices for inputs.
 
 References:
@@ -25,14 +26,14 @@ from lightning_osdp.errors import ConfigurationError
 KINDS = ("column", "row", "pair", "embedding")
 
 
-def num_operators(kind: str) -> int:
-    """Number of operators of an exchange of this kind."""
-    return 2 if kind == "pair" else 1
+def numbers_of_operators(kind: str) -> tuple[int, ...]:
+    """Numbers of operators that an exchange of this kind may have."""
+    return (2, 3) if kind == "pair" else (1,)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One operator, or a pair of which the first feeds the second; bytes are of one rank's micro-batch.
+    """One operator, or a pair whose last one the others feed; bytes are of one rank's micro-batch.
 
     Raises:
         ConfigurationError: there is no such kind, or it is of another number of operators.
@@ -43,19 +44,19 @@ class Exchange:
     operators: tuple[str, ...]
     """Qualified names, in forward order."""
     input_bytes: Affine = ZERO
-    """Input of the first operator, in the dtype of computing."""
+    """Input of the first operator, or of the first two, in the dtype of computing."""
     input_gradient_bytes: Affine = ZERO
     """Gradient of that input; none where it needs none."""
     output_bytes: Affine = ZERO
     """Output of the last operator."""
     saved_bytes: Affine = ZERO
-    """Part of the input that stays for the backward of the first operator alone, where weights move."""
+    """Part of the input that stays for the backward of these operators alone, where weights move."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS or len(self.operators) != num_operators(self.kind):
+        if self.kind not in KINDS or len(self.operators) not in numbers_of_operators(self.kind):
             raise ConfigurationError(
-                f"Expected an exchange of one of {KINDS} with one operator, or two for a pair, got {self.kind!r} with"
-                f" {self.operators}."
+                f"Expected an exchange of one of {KINDS} with one operator, or two or three for a pair, got"
+                f" {self.kind!r} with {self.operators}."
             )
 
     @property

@@ -9,12 +9,13 @@ in one all-gather or all-to-all each: column and row 2 (n-1) (i + o/n) and 2 (n-
 and o features, a pair 2 (n-1) (i + o). Sums are an all-to-all of summands, which are added up where they arrive.
 
 Beside what data parallelism holds there are gathered inputs, n x, or parts of all inputs, x, in place of what the first
-operator saves of its input, and while operators run
+operators save of their input, and while operators run
 
-                    forward             backward                         of the first operator, of the last, or of both
+                    forward             backward                         of the operators in forward order
     column          2 y                 max(2 y - g, y + n d, 2 n d, g)  where it is one
     row             max(x, 2 n y)       max(n y + d, 2 d, g)
     pair            0; 2 n y            max(2 n d, g); max(n y, g)
+    pair of three   0; 0; 2 n y         max(2 n d, g); max(n d, g); max(n y, g)
     embedding       2 y                 max(2 y - g, y, g)
 
 with the gradient of the shard, g, which counts besides and is not there yet while gradients of outputs are exchanged,
@@ -78,8 +79,10 @@ def _beside(each: Exchange, num_ranks: int, samples: int, gradients: Sequence[fl
     n, x, d, y = num_ranks, *(of.at(samples) for of in (each.input_bytes, each.input_gradient_bytes, each.output_bytes))
     itself, g = each.saved_bytes.at(samples), gradients[0]
     if each.kind == "pair":
-        first = _Beside(itself, max(2 * n * d, g), n * x)
-        return first, _Beside(2 * n * y, max(n * y, gradients[1]), 2 * n * y)
+        *of_firsts, of_last = gradients
+        # gradients of gathered inputs are added up, and exchanged behind the operator that forward began with
+        firsts = (_Beside(itself, max((2 - index) * n * d, of), n * x) for index, of in enumerate(of_firsts))
+        return *firsts, _Beside(2 * n * y, max(n * y, of_last), 2 * n * y)
     if each.kind == "row":
         return (_Beside(itself + max(x, 2 * n * y), max(n * y + d, 2 * d, g), x + 2 * n * y),)
     summed = 0 if each.kind == "embedding" else n * d

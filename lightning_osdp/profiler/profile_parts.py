@@ -150,14 +150,15 @@ def profile_exchanges(module: nn.Module, operators: Iterable[OperatorProfile], t
         is_embedding = isinstance(module.get_submodule(name), nn.Embedding)
         kind = "embedding" if is_embedding else "column" if first.input_bytes <= first.output_bytes else "row"
         found.append(Exchange(kind, (name,), **given, output_bytes=made, saved_bytes=saved))
-        behind = None if first.feeds is None else index + first.feeds
-        if is_embedding or behind is None or sequence[behind] not in may:
-            continue
-        of_second = {size: parts[behind].handed for size, parts in trace.activations.items()}
-        if len({each.feeds for each in handed.values()}) == 1 and None not in of_second.values():
-            made = _affine({size: each.output_bytes for size, each in of_second.items() if each is not None})
-            operators_of_pair = (name, sequence[behind])
-            found.append(Exchange("pair", operators_of_pair, **given, output_bytes=made, saved_bytes=saved))
+        places = [index, *(index + each for each in (first.beside, first.feeds) if each is not None)]
+        members = tuple(sequence[place] for place in places)
+        is_pair = first.feeds is not None and places == sorted(places) and may.issuperset(members)
+        of_last = {size: parts[places[-1]].handed for size, parts in trace.activations.items()}
+        is_always = len({(each.feeds, each.beside) for each in handed.values()}) == 1 and None not in of_last.values()
+        if is_pair and is_always and not is_embedding:
+            saved = _affine({size: part.joint_saved_bytes for size, part in at.items()})
+            made = _affine({size: each.output_bytes for size, each in of_last.items() if each is not None})
+            found.append(Exchange("pair", members, **given, output_bytes=made, saved_bytes=saved))
     return tuple(found)
 
 

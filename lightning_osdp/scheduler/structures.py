@@ -114,7 +114,7 @@ def frozen_apart(attempt: Attempt) -> Iterator[Setting]:
 
 
 def pairs(attempt: Attempt) -> Iterator[Setting]:
-    """A unit for each operator, but one for both of each pair whose activations can move; or of those found best so."""
+    """A unit for each operator, but one for all of each pair whose activations can move; or of those found best so."""
     for setting in attempt.settings:
         yield from pair_units(setting)
     found = tuple(dict.fromkeys(name for one in attempt.assignments for name in _moving(one, "pair")))

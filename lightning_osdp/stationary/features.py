@@ -1,4 +1,4 @@
-"""`Features`: what is between the two operators of a pair, where each rank has some features of all ranks' samples."""
+"""`Features`: what is between the operators of a pair, where each rank has some features of all ranks' samples."""
 
 from __future__ import annotations
 
@@ -45,16 +45,20 @@ _MOST_KNOWN = 1000
 
 @dataclass(eq=False)
 class Pair:
-    """Two operators, of which the first gives features and the second takes them.
+    """One or two operators that give features, and one that takes them.
 
     Attributes:
-        first, second: qualified names, for errors.
+        operators: qualified names in forward order, for errors.
     """
 
-    first: str
-    second: str
+    operators: tuple[str, ...]
     known: dict[Any, bool] = field(default_factory=dict, init=False)
     """Functions with their arguments that were found to be elementwise, and whether they draw random numbers."""
+
+    @property
+    def firsts(self) -> str:
+        """Names of the operators that give features, for errors."""
+        return ", ".join(map(repr, self.operators[:-1]))
 
 
 class Features(Tensor):
@@ -62,7 +66,8 @@ class Features(Tensor):
 
     Any other function would compute something else here than on the features of one rank's samples: it raises a
     `ConfigurationError`, on all ranks alike. So does a function of another tensor, which may differ
-    between ranks, unless that is a parameter of one element, and a function that gives sizes. Functions that
+    between ranks, unless that is a parameter of one element, or of features of the same call of the pair, and a
+    function that gives sizes. Functions that
     draw random numbers, as dropout does, draw others on each rank, and as reproducibly: ranks have other features, and
     where all ranks have one seed they would get one mask.
     """
@@ -70,7 +75,7 @@ class Features(Tensor):
     pair: Pair
     call: Call
     lead: torch.Size
-    """Shape of the input of the first operator on this rank, without its features."""
+    """Shape of the input of the first operators on this rank, without its features."""
 
     @classmethod
     def of(cls, values: Tensor, pair: Pair, call: Call, lead: torch.Size) -> Self:
@@ -100,7 +105,10 @@ class Features(Tensor):
             if func in _OF_GRADIENTS:
                 _refuse(pair, func, "of gradients")
             for each in leaves:
-                if isinstance(each, Tensor) and not isinstance(each, Features) and not is_number_of_all(each):
+                if isinstance(each, Features):
+                    if each.call is not call:
+                        _refuse(pair, func, "of features that were made of another input")
+                elif isinstance(each, Tensor) and not is_number_of_all(each):
                     why = f"of another tensor, of shape {tuple(each.shape)} and no parameter of one element"
                     _refuse(pair, func, why)
             # Autograd saves plain tensors: backward, where other modes may be in between, meets no `Features`.
@@ -225,7 +233,7 @@ def _name(func: Any) -> str:
 
 def _refuse(pair: Pair, func: Any, why: str) -> NoReturn:
     raise ConfigurationError(
-        f"Expected only elementwise functions of one tensor between {pair.first!r} and {pair.second!r}, which move"
-        f" activations as a pair, got {_name(func)}, {why}. Each rank has some features of all ranks' samples there."
-        " Plan anew by leaving out `plan=`, or have the two move weights."
+        f"Expected only elementwise functions of one tensor between {pair.firsts} and {pair.operators[-1]!r}, which"
+        f" move activations as a pair, got {_name(func)}, {why}. Each rank has some features of all ranks' samples"
+        " there. Plan anew by leaving out `plan=`, or have them move weights."
     )

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from typing_extensions import override
 
+from lightning_osdp.core.exchange import numbers_of_operators
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import class_name, inside_compiled, parameter_like
 from lightning_osdp.stationary.exchanges import (
@@ -35,6 +36,8 @@ from lightning_osdp.stationary.features import Features, Pair
 
 _STATE = "_osdp_stationary"
 """Attribute of modules that move activations."""
+_GATHERED = "_osdp_gathered"
+"""Attribute of an input that one of two operators has gathered for both, until the other has taken that, too."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,27 +118,40 @@ class _Linear(_Stationary):
 class _Column(_Linear):
     """Each rank has some of the outputs, and gets the inputs of all samples."""
 
-    def _features_of(self, rows: Tensor, call: Call) -> Tensor:
-        return F.linear(gather(rows, call), self._own_weight(), self._own("bias"))
+    def _features_of(self, gathered: Tensor) -> Tensor:
+        return F.linear(gathered, self._own_weight(), self._own("bias"))
 
     @override
     def forward(self, input: Tensor) -> Tensor:  # as torch names it
         """Output of the whole operator, (*, outputs), for this rank's input, (*, inputs)."""
         rows, call = self._begin(input)
-        outputs = to_samples(self._features_of(rows, call), call, self._num_outputs)
+        outputs = to_samples(self._features_of(gather(rows, call)), call, self._num_outputs)
         return outputs.view(*input.shape[:-1], self._num_outputs)
 
 
 class _First(_Column):
-    """First operator of a pair."""
+    """First operator of a pair, or one of two that take the same input."""
+
+    def _gathered(self, x: Tensor, pair: Pair) -> tuple[Tensor, Call]:
+        """Input of all ranks, and the call. The first of two operators leaves them with its input, for the other."""
+        key = pair, 0 if x.is_inference() else x._version  # which counts changes in place
+        left = vars(x).get(_GATHERED)
+        if left is not None and left[0] == key:
+            del vars(x)[_GATHERED]
+            return left[1]  # type: ignore[no-any-return]
+        rows, call = self._begin(x)
+        found = gather(rows, call), call
+        if len(pair.operators) > 2:
+            vars(x)[_GATHERED] = key, found
+        return found
 
     @override
     def forward(self, input: Tensor) -> Tensor:  # as torch names it
         """Outputs that this rank has of the samples of all ranks, (..., rows of all ranks, part of the outputs)."""
         pair = self._osdp_stationary.pair
         assert pair is not None
-        rows, call = self._begin(input)
-        features = self._features_of(rows, call)
+        gathered, call = self._gathered(input, pair)
+        features = self._features_of(gathered)
         ones = [1] * (input.dim() - 2)
         return Features.of(features.view(*ones, *features.shape), pair, call, input.shape[:-1])
 
@@ -160,12 +176,12 @@ class _Row(_Linear):
         return outputs.view(*input.shape[:-1], self._num_outputs)
 
 
-class _Second(_Row):
-    """Second operator of a pair."""
+class _Last(_Row):
+    """Last operator of a pair."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:  # as torch names it
-        """Output of the whole operator, (*, outputs), for features that the first operator made.
+        """Output of the whole operator, (*, outputs), for features that the first operators made.
 
         Raises:
             ConfigurationError: the input is something else.
@@ -174,9 +190,9 @@ class _Second(_Row):
         assert pair is not None
         if not isinstance(input, Features) or input.pair is not pair:
             raise ConfigurationError(
-                f"Expected {pair.second!r} to be given what {pair.first!r} has made, with elementwise functions"
-                f" between, for the two move activations as a pair; got another {type(input).__name__}."
-                " Plan anew by leaving out `plan=`, or have the two move weights."
+                f"Expected {pair.operators[-1]!r} to be given what {pair.firsts} made, with elementwise functions"
+                f" between, for they move activations as a pair; got another {type(input).__name__}."
+                " Plan anew by leaving out `plan=`, or have them move weights."
             )
         outputs = self._outputs_of(input.plain().flatten(0, -2), input.call)
         return outputs.view(*input.lead, self._num_outputs)
@@ -210,10 +226,10 @@ _CLASSES: Mapping[str, tuple[str, ...]] = {
 _ROLES: Mapping[str, tuple[type[_Stationary], ...]] = {
     "column": (_Column,),
     "row": (_Row,),
-    "pair": (_First, _Second),
+    "pair": (_First, _Last),
     "embedding": (_Embedding,),
 }
-"""Classes that the operators of each kind get."""
+"""Classes that the operators of each kind get; where there is one more, two have the first class."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -224,8 +240,9 @@ def refusal(root: nn.Module, kind: str, operators: Sequence[str]) -> str:
     """
     owners = Counter(parameter for module in root.modules() for parameter in module.parameters(recurse=False))
     in_graphs = inside_compiled(root)
-    if len(operators) != len(_ROLES[kind]):
-        return f"{kind!r} is of {len(_ROLES[kind])} operators, not of {list(operators)}"
+    numbers = numbers_of_operators(kind)
+    if len(operators) not in numbers:
+        return f"{kind!r} is of {' or '.join(map(str, numbers))} operators, not of {list(operators)}"
     modules = [root.get_submodule(name) for name in operators]
     for name, module in zip(operators, modules, strict=True):
         found = class_name(type(module))
@@ -241,12 +258,14 @@ def refusal(root: nn.Module, kind: str, operators: Sequence[str]) -> str:
     if kind == "pair":
         weights: list[Any] = [module._parameters["weight"] for module in modules]
         dims = [_OUT_DIMS[class_name(type(module))] for module in modules]
-        made, taken = weights[0].shape[dims[0]], weights[1].shape[1 - dims[1]]
-        if made != taken or weights[0].dtype != weights[1].dtype or modules[0] is modules[1]:
-            return (
-                f"{operators[1]!r} takes {taken} features of {weights[1].dtype}, and"
-                f" {operators[0]!r} makes {made} of {weights[0].dtype}"
-            )
+        taken = weights[-1].shape[1 - dims[-1]]
+        for name, weight, dim in zip(operators[:-1], weights, dims, strict=False):
+            made = weight.shape[dim]
+            if made != taken or weight.dtype != weights[-1].dtype or len({*modules}) < len(modules):
+                return (
+                    f"{operators[-1]!r} takes {taken} features of {weights[-1].dtype}, and"
+                    f" {name!r} makes {made} of {weight.dtype}"
+                )
     return ""
 
 
@@ -279,8 +298,10 @@ def make_stationary(root: nn.Module, kind: str, operators: Sequence[str], ranks:
 
     Each rank keeps its part of the parameters that it has, in memory of its own on the device of the mesh.
     """
-    pair = Pair(operators[0], operators[1]) if kind == "pair" else None
-    for module, role in zip(map(root.get_submodule, operators), _ROLES[kind], strict=True):
+    pair = Pair(tuple(operators)) if kind == "pair" else None
+    first, *others = _ROLES[kind]
+    roles = [first] * (len(operators) - len(others)) + others
+    for module, role in zip(map(root.get_submodule, operators), roles, strict=True):
         out_dim = _OUT_DIMS.get(class_name(type(module)), 0)
         # columns and the first of a pair are cut along outputs, the others along inputs; embeddings along features
         weight_dim = 1 if role is _Embedding else out_dim if issubclass(role, _Column) else 1 - out_dim

@@ -475,8 +475,8 @@ def test_what_moves_activations_names_an_exchange_of_its_operators():
     )
     refused(
         edited_unit(**moving | {"exchange": "pair"}),
-        "Expected unit 'head' of the plan to be 2 operators, the modules of the unit, for its exchange is 'pair', got"
-        " ('head',) in 1 slices.",
+        "Expected unit 'head' of the plan to be 2 or 3 operators, the modules of the unit, for its exchange is 'pair',"
+        " got ('head',) in 1 slices.",
     )
     refused(
         edited_unit(**moving | {"treatments": [{}, {}]}),

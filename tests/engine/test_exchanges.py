@@ -7,7 +7,7 @@ import pytest
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, STATIONARY, ZDP
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.exchange import KINDS, Exchange, num_operators
+from lightning_osdp.core.exchange import KINDS, Exchange, numbers_of_operators
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import grouped, partition
@@ -32,7 +32,7 @@ def exchange(kind, operators=("first",), inputs=INPUTS, outputs=OUTPUTS, **field
 
 def sent(kind, samples, num_ranks=RANKS, **fields):
     """Bytes that a rank sends in a micro-batch, from the sizes of whole tensors."""
-    found = messages(exchange(kind, ("a", "b")[: num_operators(kind)], **fields), num_ranks)
+    found = messages(exchange(kind, ("a", "b")[: numbers_of_operators(kind)[0]], **fields), num_ranks)
     return sum(each.num_bytes.at(samples) * (num_ranks - 1) / num_ranks for each in found.values())
 
 
@@ -54,7 +54,8 @@ def test_kinds_are_known_and_have_their_number_of_operators(kind, operators):
     with pytest.raises(ConfigurationError) as caught:
         Exchange(kind, operators)
     assert str(caught.value) == (
-        f"Expected an exchange of one of {KINDS} with one operator, or two for a pair, got {kind!r} with {operators}."
+        f"Expected an exchange of one of {KINDS} with one operator, or two or three for a pair, got {kind!r} with"
+        f" {operators}."
     )
 
 
@@ -65,7 +66,7 @@ def test_an_input_without_gradient_sends_none_back():
 
 def test_inputs_of_all_ranks_stay_for_backward_but_where_each_takes_its_features():
     x = Affine(0.0, FLOAT * ROWS * INPUTS)
-    found = [saved_beyond(exchange(kind, ("a", "b")[: num_operators(kind)]), RANKS) for kind in KINDS]
+    found = [saved_beyond(exchange(kind, ("a", "b")[: numbers_of_operators(kind)[0]]), RANKS) for kind in KINDS]
     assert found == [x * 3, Affine(), x * 3, x * 3]
     # another operator saves the same input
     assert saved_beyond(exchange("row", saved_bytes=Affine()), RANKS) == x
@@ -269,6 +270,28 @@ def test_a_pair_holds_what_each_of_its_operators_needs(model, operator):
         ("backward", 0),
         ("exchange_input_gradients", 1),
     ]
+
+
+def test_two_operators_that_feed_a_third_hold_one_gathered_input_and_add_up_its_gradients(model, operator):
+    names = ("gate", "up", "proj")
+    profile = model(
+        operator("gate", 4000, activation_bytes_per_sample=96),
+        operator("up", 4000),
+        operator("proj", 4000, activation_bytes_per_sample=288),
+        exchanges=(exchange("pair", names),),
+    )
+    units = grouped(profile, {"": [], "gate": names}, {"gate": names})
+    assert [unit.exchange is not None for unit in units] == [False, True]
+    found = Step(profile=profile, units=units, cluster=cluster(), workload=Workload(micro_batch_size=100))
+    segments = in_modes(found, (DP, STATIONARY)).profile.segments
+    x, y = 96 * 100, 144 * 100
+    assert [each.saved_bytes.at(100) for each in segments] == [4 * x, 0, 288 * 100, 0]
+    assert [each.forward_workspace_bytes.at(100) for each in segments] == [x, x, 2 * 4 * y, 0]
+    assert [each.backward_workspace_bytes.at(100) for each in segments] == [2 * 4 * x, 4 * x, 4 * y, 0]
+    kinds = [(event.kind, event.of) for event in FSDP2().events_of(found, (DP, STATIONARY))[0]]
+    parts = [each[0] for each in kinds if each[0] in {*EXCHANGES, "forward", "backward"} and each[1] != 3]
+    runs = ["exchange_inputs", *["forward"] * 3, "exchange_outputs"]
+    assert parts == [*runs, "exchange_output_gradients", *["backward"] * 3, "exchange_input_gradients"]
 
 
 def test_units_of_other_operators_and_what_runs_again_have_no_exchange(model, operator, step):

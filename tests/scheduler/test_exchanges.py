@@ -73,6 +73,21 @@ def test_a_pair_moves_activations_up_to_so_many_rows_of_all_ranks(mlp, other, fe
         assert {name: kind for name, kind in moving(plan).items() if kind == "pair"} == expected
 
 
+@pytest.mark.parametrize(("other", "hidden_share"), [("ZDP", 9 / 4), ("DP", 3 / 2)])
+def test_a_gated_mlp_moves_activations_as_one_up_to_so_many_rows_of_all_ranks(model, operator, other, hidden_share):
+    """9/4 h against ZDP and 3/2 h against DP: 2 (n-1) m 2 d against 3 or 2 (n-1)/n 3 d h."""
+    hidden, names = 4 * WIDTH, ("gate", "up", "down")
+    operators = [operator(name, FLOAT * WIDTH * hidden) for name in names]
+    profile = model(operator("embedding", 1000), *operators, operator("head", 1000))
+    profile = dataclasses.replace(profile, exchanges=(exchange("pair", names, WIDTH, WIDTH),))
+    for share, expected in ((0.8, {"gate": "pair"}), (1.25, {})):
+        samples = int(share * hidden_share * hidden / RANKS)
+        plan = planned(profile, samples, other, "stationary")
+        assert moving(plan) == expected
+        assert (names in [unit.operators for unit in plan.units]) == bool(expected)
+        assert Plan.from_json(plan.to_json()) == plan
+
+
 @pytest.mark.parametrize(("other", "factor"), [("ZDP", 1.5), ("DP", 1.0)])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_a_square_operator_moves_activations_up_to_so_many_rows(model, operator, kind, other, factor):

@@ -17,7 +17,7 @@ from lightning_osdp.stationary.features import Features, Pair
 
 def features(values, rank=0, pair=None):
     call = Call(None, rank, (2, 2), lambda: None)
-    return Features.of(values, pair or Pair("up", "down"), call, torch.Size([2]))
+    return Features.of(values, pair or Pair(("up", "down")), call, torch.Size([2]))
 
 
 def new_gelu(x):
@@ -93,12 +93,21 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_functions_are_refused_each_time(name):
-    pair = Pair("up", "down")
+    pair = Pair(("up", "down"))
     for _ in range(2):
         with pytest.raises(
             ConfigurationError, match="only elementwise functions of one tensor between 'up' and 'down'"
         ):
             OTHERS[name](features(torch.randn(4, 3), pair=pair))
+
+
+def test_features_go_together_where_they_are_made_of_one_input():
+    pair, call = Pair(("gate", "up", "down")), Call(None, 0, (2, 2), lambda: None)
+    gate, up = torch.randn(4, 3), torch.randn(4, 3)
+    found = F.silu(Features.of(gate, pair, call, torch.Size([2]))) * Features.of(up, pair, call, torch.Size([2]))
+    assert torch.equal(found.plain(), F.silu(gate) * up)
+    with pytest.raises(ConfigurationError, match=r"between 'gate', 'up' and 'down'.*, of features .* another input"):
+        found * features(up, pair=pair)
 
 
 def test_an_error_says_which_function():
@@ -132,7 +141,7 @@ def test_backward_meets_plain_tensors_alone():
 
 def masks(rank, times=1):
     torch.manual_seed(0)
-    pair = Pair("up", "down")
+    pair = Pair(("up", "down"))
     return [F.dropout(features(torch.ones(64, 64), rank, pair), 0.25).plain() for _ in range(times)]
 
 
@@ -151,7 +160,7 @@ def test_ranks_draw_alike_where_a_tensor_is_empty(shape):
     found, states = [], []
     for rank in (0, 1):
         torch.manual_seed(0)
-        pair = Pair("up", "down")
+        pair = Pair(("up", "down"))
         empty = F.dropout(features(torch.ones(shape), 0, pair), 0.25)
         assert empty.plain().shape == shape
         found.append(F.dropout(features(torch.ones(64, 64), rank, pair), 0.25).plain())
@@ -181,7 +190,7 @@ def test_functions_without_random_numbers_leave_the_state():
 
 def test_dropout_that_runs_again_draws_the_same():
     torch.manual_seed(0)
-    pair = Pair("up", "down")
+    pair = Pair(("up", "down"))
     values = torch.randn(32, 16, requires_grad=True)
 
     def block(x):

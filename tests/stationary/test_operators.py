@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -11,6 +12,7 @@ from torch.nn.utils import parametrizations
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.stationary import Ranks, as_whole, is_stationary, make_stationary, refusal
+from lightning_osdp.stationary.exchanges import gather
 
 
 class Model(nn.Module):
@@ -93,11 +95,50 @@ def test_whole_modules_have_their_class_within_the_context(one_rank):
 
 def test_the_second_of_a_pair_takes_only_what_the_first_has_made(one_rank):
     model = changed(Model())
-    with pytest.raises(ConfigurationError, match="Expected 'down' to be given what 'up' has made"):
+    with pytest.raises(ConfigurationError, match="Expected 'down' to be given what 'up' made"):
         model.down(torch.randn(2, 8))
     other = changed(Model())
-    with pytest.raises(ConfigurationError, match="to be given what 'up' has made"):
+    with pytest.raises(ConfigurationError, match="to be given what 'up' made"):
         model.down(other.up(torch.randn(2, 5)))
+
+
+class Gated(nn.Module):
+    def __init__(self, between=lambda x: x):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(5, 8), nn.Linear(5, 8, bias=False), nn.Linear(8, 5)
+        self.between = between
+
+    def forward(self, x):
+        gate = F.silu(self.gate(x))
+        return self.down(gate * self.up(self.between(x)))
+
+
+GATED = {"pair": ("gate", "up", "down")}
+
+
+def test_two_operators_that_feed_a_third_take_one_gathered_input(one_rank, monkeypatch):
+    whole, x, calls = Gated(), torch.randn(3, 5, requires_grad=True), []
+    model = changed(copy.deepcopy(whole), GATED)
+    seen = "lightning_osdp.stationary.operators.gather"
+    monkeypatch.setattr(seen, lambda rows, call: calls.append(rows) or gather(rows, call))
+    gradients = [torch.autograd.grad(each(x).square().sum(), x)[0] for each in (whole, model)]
+    assert len(calls) == 1
+    assert torch.allclose(*gradients)
+    assert vars(x) == {}
+    for each in (whole, model):
+        each(x).square().sum().backward()
+    for name, parameter in whole.named_parameters():
+        assert torch.allclose(model.get_parameter(name).grad.full_tensor(), parameter.grad, atol=1e-6), name
+    with torch.inference_mode():
+        assert torch.equal(model(x * 1), whole(x * 1))
+
+
+@pytest.mark.parametrize("between", [lambda x: x * 1, lambda x: x.add_(1)])
+def test_two_operators_that_take_other_inputs_are_refused(one_rank, between):
+    model = changed(Gated(between), GATED)
+    with pytest.raises(ConfigurationError, match="of features that were made of another input"):
+        model(torch.randn(3, 5))
 
 
 def test_elementwise_functions_may_write_in_place(one_rank):
@@ -204,7 +245,7 @@ REFUSED = {
     "'last' takes 5 features of torch.float32, and 'up' makes 8": _with(
         lambda model: None, kind="pair", operators=("up", "last")
     ),
-    "'pair' is of 2 operators": _with(lambda model: None, kind="pair", operators=("up",)),
+    "'pair' is of 2 or 3 operators": _with(lambda model: None, kind="pair", operators=("up",)),
 }
 
 

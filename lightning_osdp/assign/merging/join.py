@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.merging.share import LARGEST_SHARE, in_other_units, kinds_or_parts
@@ -43,7 +44,7 @@ def apart_units(setting: Setting) -> list[Setting]:
 
 
 def pair_units(setting: Setting, names: Collection[str] | None = None) -> list[Setting]:
-    """The setting with each pair of operators whose activations can move as one unit; none where there are no pairs.
+    """The setting with each pair of two or three operators whose activations can move as one unit; none without pairs.
 
     The first of pairs that share an operator counts. Only pairs whose first operators are in ``names``, where given.
     """
@@ -52,15 +53,18 @@ def pair_units(setting: Setting, names: Collection[str] | None = None) -> list[S
         units, taken = setting.units, set[str]()
         places = {unit.operators[0].name: place for place, unit in enumerate(units) if len(unit.operators) == 1}
         pairs = [each.operators for each in setting.profile.exchanges if each.kind == "pair"]
-        chosen: list[_Pair] = []
-        for first, second in pairs:
-            place = places.get(first)
-            if place is None or second not in places or not taken.isdisjoint({first, second}):
+        chosen: list[list[str]] = []
+        for pair in pairs:
+            if not places.keys() >= {*pair} or not taken.isdisjoint(pair) or not (names is None or pair[0] in names):
                 continue
-            follows = next_to(units, place) == places[second]
-            if follows and may_join(setting.profile, units, place) and (names is None or first in names):
-                chosen.append((units[place].name, units[places[second]].name))
-                taken |= {first, second}
+            members = [places[name] for name in pair]
+            follow = all(
+                next_to(units, place) == behind and may_join(setting.profile, units, place)
+                for place, behind in pairwise(members)
+            )
+            if follow:
+                chosen.append([units[place].name for place in members])
+                taken |= {*pair}
         found = joined(setting.profile, units, chosen) if chosen else None
         if found is not None:
             yield dataclasses.replace(setting, units=found)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_osdp.core.axes import ANYTHING, AXES, LEVELS, NAMED_MODES, Treatment, named
-from lightning_osdp.core.exchange import KINDS, num_operators
+from lightning_osdp.core.exchange import KINDS, numbers_of_operators
 from lightning_osdp.core.plans.document import as_json, read_value, shown, write_whole
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
@@ -487,11 +487,11 @@ def _check_exchange(unit: Unit, where: str) -> None:
             raise PlanFormatError(f"Expected an 'exchange' of {where}, one of {KINDS}, for it moves activations.")
         return
     _check_choice("'exchange'", unit.exchange, KINDS, where)
-    number = num_operators(unit.exchange)
-    if len(unit.operators) != number or unit.operators != unit.wrapped_modules or unit.num_slices > 1:
+    numbers = numbers_of_operators(unit.exchange)
+    if len(unit.operators) not in numbers or unit.operators != unit.wrapped_modules or unit.num_slices > 1:
         raise PlanFormatError(
-            f"Expected {where} to be {number} operators, the modules of the unit, for its exchange is"
-            f" {unit.exchange!r}, got {shown(unit.operators)} in {unit.num_slices} slices."
+            f"Expected {where} to be {' or '.join(map(str, numbers))} operators, the modules of the unit, for its"
+            f" exchange is {unit.exchange!r}, got {shown(unit.operators)} in {unit.num_slices} slices."
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
@@ -33,6 +34,9 @@ class Handed(NamedTuple):
     feeds: int | None = None
     """Number of segments to that of the one operator that takes the output, as it is or changed element by element;
     None where anything else takes it."""
+    beside: int | None = None
+    """Number of segments to that of the one other operator that feeds it together with this one, from the same input;
+    None where no other does."""
 
 
 class Feeds(TorchDispatchMode):
@@ -46,6 +50,12 @@ class Feeds(TorchDispatchMode):
         """Key of a storage -> segments whose outputs, treated element by element, it has."""
         self._takers: dict[int, set[int | None]] = {}
         """Segment -> segments of operators that take its output; None for anything else that looks at it."""
+        self._fed_by: dict[int, frozenset[int]] = {}
+        """Segment -> segments that its operator's one input has outputs of."""
+        self._first_given = WeakIdKeyDictionary()
+        """Input -> segment of the first operator that was given it."""
+        self._like: dict[int, int] = {}
+        """Segment -> the first that was given the same input."""
         self._input: Tensor | None = None
         self.running: int | None = None
         """Segment of the operator that runs."""
@@ -62,8 +72,9 @@ class Feeds(TorchDispatchMode):
         self._input = tensor if may_exchange else None
         for each in given:
             sources = self._of.get(storage_key(each), frozenset())
-            is_alone = may_exchange and len(sources) == 1
-            self._take(sources, self.running if is_alone else None)
+            self._take(sources, self.running if may_exchange else None)
+            self._fed_by[self.running] = sources
+            self._like[self.running] = self._first_given.setdefault(each, self.running)
 
     def leave(self, _: nn.Module, __: Any, output: Any) -> None:
         """Hook behind an operator."""
@@ -85,10 +96,24 @@ class Feeds(TorchDispatchMode):
         """Operators' inputs and outputs; without those of which nothing is known, or which have several inputs."""
         found = {}
         for segment, handed in self._handed.items():
-            takers = self._takers[segment]
-            taker = next(iter(takers)) if len(takers) == 1 else None
-            found[segment] = handed if taker is None else handed._replace(feeds=taker - segment)
+            taker, fed_by = self._taker(segment)
+            others = fed_by - {segment}
+            if taker is not None and all(self._goes_with(segment, other) for other in others) and len(others) < 2:
+                beside = next((other - segment for other in others), None)
+                found[segment] = handed._replace(feeds=taker - segment, beside=beside)
+            else:
+                found[segment] = handed
         return found
+
+    def _taker(self, segment: int) -> tuple[int | None, frozenset[int]]:
+        """Segment of the one operator that takes the output, and segments that feed it; None where there is no one."""
+        takers = self._takers[segment]
+        taker = next(iter(takers)) if len(takers) == 1 else None
+        return taker, frozenset() if taker is None else self._fed_by[taker]
+
+    def _goes_with(self, segment: int, other: int) -> bool:
+        """Tells if two operators are given the same, and one and the same operator takes what they make."""
+        return self._like[segment] == self._like[other] and self._taker(segment) == self._taker(other)
 
     def see(self, function: Any, given: list[Tensor], result: Any) -> None:
         """Takes what a function of torch is called with and gives, before the function is cut into operations.
@@ -114,7 +139,7 @@ class Feeds(TorchDispatchMode):
             made = [*tensors_in(returned)]
             is_alone = all(storage_key(tensor) in self._of for tensor in given if tensor.numel() > 1)
             keeps_shape = len({tensor.shape for tensor in (*known, *made)}) == 1
-            if len(sources) == 1 and is_alone and is_elementwise(function) and keeps_shape:
+            if is_alone and is_elementwise(function) and keeps_shape:
                 for tensor in made:
                     self._note(tensor, sources)
             else:

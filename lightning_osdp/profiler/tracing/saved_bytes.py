@@ -69,6 +69,8 @@ class Activations:
     followed."""
     own_saved_bytes: int = 0
     """Bytes that the operator saves while it runs, and no other segment, weights and what is made of them apart."""
+    joint_saved_bytes: int = 0
+    """Bytes like `own_saved_bytes`, of which the operator beside it, see `Handed`, may save some, too."""
 
 
 @dataclass
@@ -185,8 +187,11 @@ class _Follower:
         """Notes what operators were given and gave, and what they alone have saved, when forward is over."""
         self.feeds.end(returned)
         for segment, handed in self.feeds.by_segment().items():
-            own = {id(each): each.num_bytes for each in self.own.get(segment, ()) if [*each.savers] == [segment]}
-            self.parts[segment].handed, self.parts[segment].own_saved_bytes = handed, sum(own.values())
+            part, saved = self.parts[segment], {id(each): each for each in self.own.get(segment, ())}.values()
+            part.handed = handed
+            part.own_saved_bytes = sum(each.num_bytes for each in saved if each.savers.keys() == {segment})
+            both = {segment, segment + (handed.beside or 0)}
+            part.joint_saved_bytes = sum(each.num_bytes for each in saved if each.savers.keys() <= both)
 
     def _book(self, part: int, num_bytes: int) -> None:
         self.parts[part].saved_bytes += num_bytes

@@ -35,7 +35,7 @@ def predicted_and_counted_peak(name, kinds, num_micro_batches):
 
 @pytest.mark.parametrize("num_micro_batches", [slow(1), 3])
 @pytest.mark.parametrize("kinds", [("column", "row"), ("pair",)])
-@pytest.mark.parametrize("name", ["wide_mlp", slow("wide_gpt")])
+@pytest.mark.parametrize("name", ["wide_mlp", slow("wide_gpt"), "wide_gated"])
 def test_peak_of_a_step_is_what_was_predicted(ranks, name, kinds, num_micro_batches):
     predicted, counted, found = ranks(2).run(
         predicted_and_counted_peak, name=name, kinds=kinds, num_micro_batches=num_micro_batches

@@ -56,12 +56,14 @@ class Model(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, width, padding_idx=3)
         self.blocks = nn.ModuleList(Block(width, inner, linear) for _ in range(2))
         self.narrow, self.wide = linear(width, 2), linear(2, width)
+        self.gate, self.lift, self.lower = linear(width, inner), linear(width, inner), linear(inner, width)
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, indices):
         x = self.embedding(indices)
         for block in self.blocks:
             x = block(x)
+        x = x + self.lower(F.silu(self.gate(x)) * self.lift(x))
         return self.head(x + self.wide(torch.tanh(self.narrow(x))))
 
 
@@ -74,6 +76,7 @@ def _rows_of_ranks(num_rows):
 def _changed(model):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     kinds = [("embedding", ("embedding",)), ("column", ("head",)), ("row", ("wide",)), ("column", ("narrow",))]
+    kinds.append(("pair", ("gate", "lift", "lower")))
     for index in range(2):
         kinds += [("column", (f"blocks.{index}.qkv",)), ("row", (f"blocks.{index}.out",))]
         kinds.append(("pair", (f"blocks.{index}.up", f"blocks.{index}.down")))

@@ -23,7 +23,7 @@ from lightning_osdp.stationary import is_stationary
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.fits import largest_difference, moving, shared_folder
-from tests.distributed.support.models import GPT, WideMLP
+from tests.distributed.support.models import GPT, WideGated, WideMLP
 from tests.distributed.support.user_runs import Chain, ddp, difference, fitted, moved, plan_with, refusal
 from tests.tiers import slow
 
@@ -39,6 +39,7 @@ EXCHANGES = {
         ("column", ("head",)),
     ],
     Chain: [("pair", ("first", "second")), ("row", ("third",)), ("column", ("last",))],
+    WideGated: [("pair", ("gate", "up", "down"))],
 }
 
 
@@ -88,6 +89,14 @@ def test_training_equals_ddp(ranks, world_size):
             assert each["plan"], name
             assert each["moved"] > 1e-3, name
             assert each["ddp"] < (1e-7 if name == "norm" else 1e-9), name  # torch adds 1e-6 to a norm
+
+
+def test_training_of_a_gated_mlp_equals_ddp(ranks):
+    for found in ranks(2).run(cases, names=["adamw", "accumulated", "norm"], make=WideGated):
+        for name, each in found.items():
+            assert each["stationary"] == 3, name
+            assert each["moved"] > 1e-5, name
+            assert each["ddp"] < (1e-7 if name == "norm" else 1e-9), name
 
 
 @pytest.mark.parametrize("world_size", [2, slow(4)])
@@ -403,6 +412,9 @@ def test_plans_of_the_strategys_own_train_as_ddp(ranks):
     for off, names in ranks(2).run(searched, make=WideMLP):
         assert off < 1e-10
         assert names
+    for off, names in ranks(2).run(searched, make=WideGated):
+        assert off < 1e-10
+        assert {"gate", "up", "down"} <= {*names}
 
 
 class PartlyCompiled(WideMLP):

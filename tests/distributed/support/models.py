@@ -156,4 +156,18 @@ class WideGPT(GPT):
         super().__init__(optimizer, width=96, layers=3, length=16, vocabulary=2000)
 
 
-MODELS |= {"wide_mlp": WideMLP, "wide_gpt": WideGPT}
+class WideGated(WideMLP):
+    """A layer, and a gated MLP."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.layers = nn.Linear(256, 384)
+        self.gate, self.up, self.down = nn.Linear(384, 512), nn.Linear(384, 512), nn.Linear(512, 64)
+
+    def loss(self, batch):
+        x, y = (tensor.to(self.layers.weight.dtype) for tensor in batch)
+        x = self.layers(x)
+        return F.mse_loss(self.down(F.silu(self.gate(x)) * self.up(x)), y)
+
+
+MODELS |= {"wide_mlp": WideMLP, "wide_gpt": WideGPT, "wide_gated": WideGated}

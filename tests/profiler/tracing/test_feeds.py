@@ -122,11 +122,44 @@ def test_features_that_anybody_else_looks_at_make_no_pair(step):
     assert exchanges(step) == ALONE
 
 
-def test_features_of_two_operators_make_no_pair():
-    modules = layers(c=nn.Linear(WIDTH, HIDDEN))
-    assert exchanges(residual, modules) == ALONE | {("c",): "column"}
-    gated = exchanges(lambda m, x: m.b(F.silu(m.a(x)) * m.c(x)).sum(), modules)
-    assert gated == ALONE | {("c",): "column"}
+def gated_and_looked_at(m, x):
+    h = m.a(x)
+    return m.b(F.silu(h) * m.c(x)).sum() + h.sum()
+
+
+GATED = ALONE | {("c",): "column", ("a", "c", "b"): "pair"}
+
+
+@pytest.mark.parametrize("step", [residual, lambda m, x: m.b(F.silu(m.a(x)) * m.c(x)).sum()])
+def test_two_operators_of_one_input_feed_a_third(step):
+    assert exchanges(step, layers(c=nn.Linear(WIDTH, HIDDEN))) == GATED
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        gated_and_looked_at,
+        lambda m, x: m.b(m.a(x) * m.c(x * 1)).sum(),
+        lambda m, x: m.b(m.a(x) * m.c(x)[:, :1]).sum(),
+        lambda m, x: m.b(torch.cat([m.a(x)[:, 1:], m.c(x)[:, :1]], 1)).sum(),
+        lambda m, x: m.b(m.a(x) * m.c(x) * m.d(x)).sum(),
+    ],
+)
+def test_features_of_several_operators_make_no_pair_otherwise(step):
+    modules = layers(c=nn.Linear(WIDTH, HIDDEN), d=nn.Linear(WIDTH, HIDDEN))
+    assert not any(kind == "pair" for kind in exchanges(step, modules).values())
+
+
+def test_what_two_operators_save_of_one_input_stays_for_neither_alone_and_for_both_together():
+    modules = layers(c=nn.Linear(WIDTH, HIDDEN), d=nn.Linear(WIDTH, WIDTH))
+
+    def step(m, x):
+        x = F.gelu(m.d(x))
+        return m.b(F.silu(m.a(x)) * m.c(x)).sum()
+
+    saved = {each.operators: each.saved_bytes for each in profiled(step, modules).exchanges}
+    assert saved["a",] == saved["c",] == Affine()
+    assert saved["a", "c", "b"] == Affine(0.0, 4.0 * WIDTH)
 
 
 def test_batch_statistics_between_two_operators_make_no_pair():
@@ -338,5 +371,6 @@ def test_pairs_of_transformers_are_found_in_the_projects_own_trace(name):
     pairs = {
         tuple(each.rpartition(".")[2] for each in operators) for operators, kind in found.items() if kind == "pair"
     }
-    expected = {"t5": {("wi", "wo")}, "bert": {("dense", "dense")}, "gpt2": {("c_fc", "c_proj")}, "llama": set()}
+    gated = {("gate_proj", "up_proj", "down_proj")}
+    expected = {"t5": {("wi", "wo")}, "bert": {("dense", "dense")}, "gpt2": {("c_fc", "c_proj")}, "llama": gated}
     assert pairs == expected[name]
