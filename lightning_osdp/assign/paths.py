@@ -26,7 +26,10 @@ before that is never resident. So it is where a unit may move activations. Its e
 goes on behind them, and collectives that are issued later run later. Computing does not depend on modes otherwise, so
 there is little to be had from weighing several paths (a Lagrangian): the largest of their bounds is taken. But where
 units may move activations, one path leaves out what they would gather and another what they would exchange: weighted
-means of the path of all collectives and that of all computing are bounds, too.
+means of the path of all collectives and that of all computing are bounds, too. The latter has, besides, what computing
+cannot hide of each gather of forward and of each reduce-scatter. A gather runs beside the computing of units alone that
+are gathered themselves, for an exchange that is issued after it runs after it, and computing waits for that. A
+reduce-scatter is over when the next unit is reduced.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, dropwhile, takewhile
 from typing import NamedTuple
 
 from lightning_osdp.assign.additive import Additive
@@ -44,7 +47,7 @@ from lightning_osdp.core.axes import ZDP, Treatment
 from lightning_osdp.cost import block_s, copied_s
 from lightning_osdp.engine import COLLECTIVES, EXCHANGES, effects_of
 
-_WEIGHTS = tuple(share / 16 for share in range(1, 16))
+_WEIGHTS = tuple(share / 16 for share in range(16))
 """Weights of the path of all collectives that are tried in means with that of all computing."""
 
 _FILLER = 1e-9
@@ -84,7 +87,7 @@ class Paths:
             if kind in collectives_s and each.link == "all" and each.operation not in {"all_gather", *EXCHANGES}
         }
         self._num_micro_batches = setting.workload.num_micro_batches
-        offered = {effects_of(mode) for options in self._options for mode in options}
+        offered = self._offered = {effects_of(mode) for options in self._options for mode in options}
         self._may_accumulate = any(each.waits for each in offered)
         self._may_wait = not self._may_accumulate and not any(
             each.sharded_over != "all" or each.exchanges for each in offered
@@ -102,6 +105,8 @@ class Paths:
             for unit, options in enumerate(self._options)
             if any(effects_of(mode).is_passed_over for mode in options)
         }
+        # gathers wait for all computing that was issued before them
+        self._gathers_wait = setting.engine.asynchronous_unshard or not setting.cluster.has_streams
         self._walk()
 
     def _walk(self) -> None:
@@ -115,7 +120,6 @@ class Paths:
         passed_s = 0.0  # the most of all modes, of what is on a path whatever it passes by
         num_before, is_in_backward = 0, False  # reduce-scatters before what may be gathered ahead past resident units
         passes_over = self._may_stay and self._setting.engine.backward_prefetch == "pre"
-        gathers_wait = self._setting.engine.asynchronous_unshard or not self._setting.cluster.has_streams
         for (kind, of), is_again in self._clock.freed_events:
             if kind == "await" and is_in_backward and of not in self._may_stay:
                 num_before = len(reduces_s) - 1
@@ -145,7 +149,7 @@ class Paths:
                 overhead_s = self._setting.costs.unit_s(self._setting.units[of], ZDP, "overhead")
                 passed_s += overhead_s / self._num_micro_batches
             is_frozen = kind == "flatten" and not self._setting.units[of].gradient_bytes
-            if kind == "reduce" or (is_frozen and gathers_wait):
+            if kind == "reduce" or (is_frozen and self._gathers_wait):
                 before_s.append(computed_s)
                 busy_s.append(computed_s + passed_s)
                 reduces_s.append(self._reduces_s["reduce"][of])
@@ -191,19 +195,78 @@ class Paths:
     @cached_property
     def _mean(self) -> Additive | None:
         """Weighted seconds of two paths, with the weights of the largest bound; None where nothing is exchanged."""
-        if not any(effects_of(mode).exchanges for options in self._options for mode in options):
+        if not any(each.exchanges for each in self._offered):
             return None
         collectives, computing = self.at(Path(0, ())), self.at(Path(len(self._constants_s) - 1, ()))
+        computing_s = [
+            {mode: seconds + self._exposed_s(unit, mode) for mode, seconds in of_unit.items()}
+            for unit, of_unit in enumerate(computing.times_s)
+        ]
 
         def weighed(weight: float) -> Additive:
             times_s = [
                 {mode: weight * seconds + (1 - weight) * computed_s[mode] for mode, seconds in sent_s.items()}
-                for sent_s, computed_s in zip(collectives.times_s, computing.times_s, strict=True)
+                for sent_s, computed_s in zip(collectives.times_s, computing_s, strict=True)
             ]
             constant_s = weight * collectives.constant_s + (1 - weight) * computing.constant_s
             return dataclasses.replace(computing, times_s=times_s, constant_s=constant_s)
 
         return max(map(weighed, _WEIGHTS), key=lambda each: each.fastest_s)
+
+    def _exposed_s(self, unit: int, mode: Treatment) -> float:
+        """Seconds of a unit's gathers in forward and of its reduce-scatters that computing cannot hide.
+
+        Gathers count in full, less what the unit's own computing hides of other gathers. None is known where lists pass
+        over resident units, where units are called again, and where some wait from one micro-batch to the next.
+        """
+        if not self._is_exposure_known or effects_of(mode).exchanges:
+            return 0.0
+        counts = effects_of(mode).counts(self._setting.units[unit], num_micro_batches=self._num_micro_batches)
+        gathers_s = self._num_gathers(mode) * self._gather_s[unit] - self._num_micro_batches * self._hidden_s[unit]
+        return gathers_s + counts["reduce"] * max(0.0, self._reduces_s["reduce"][unit] - self._beside_s[unit])
+
+    @cached_property
+    def _is_exposure_known(self) -> bool:
+        is_called_again = any(len(unit.calls) > 1 for unit in self._setting.units)
+        return not is_called_again and not any(each.is_resident or each.waits for each in self._offered)
+
+    @cached_property
+    def _hidden_s(self) -> Sequence[float]:
+        """Seconds, of each unit's computing in forward, beside which gathers of others run at most.
+
+        Where gathers wait for computing that was issued before them, one runs from when a unit is awaited to when the
+        next one is; else two may.
+        """
+        units, segments = self._setting.units, self._setting.profile.segments
+        owners = {operator.name: index for index, unit in enumerate(units) for operator in unit.operators}
+        more_s, _ = self._most_of_segments_s()
+        forward = takewhile(lambda each: each[0].kind != "backward", self._clock.freed_events)
+        hidden_s, later_s, left_s = [0.0] * len(units), 0.0, dict[int, float]()
+        for (kind, of), _ in reversed([*forward]):
+            if kind == "await":
+                later_s, left_s = max(later_s, self._gather_s[of]), {}
+            elif kind == "forward":
+                owner = owners.get(segments[of].operator, 0)
+                left_s.setdefault(owner, later_s if self._gathers_wait else 2 * later_s)
+                seconds = min(self._clock.durations.forward_s[of] + more_s.get(of, 0.0), left_s[owner])
+                left_s[owner] -= seconds
+                hidden_s[owner] += seconds
+        return hidden_s
+
+    @cached_property
+    def _beside_s(self) -> Sequence[float]:
+        """Seconds of computing at most from each unit's reduce-scatter to the next, which waits for the first."""
+        _, more_s = self._most_of_segments_s()
+        beside_s, reduced = [0.0] * len(self._setting.units), 0
+        for (kind, of), _ in dropwhile(lambda each: each[0].kind != "reduce", self._clock.freed_events):
+            if kind == "reduce":
+                reduced = of
+            elif kind == "backward":
+                beside_s[reduced] += self._clock.durations.backward_s[of] + more_s.get(of, 0.0)
+            elif kind == "flatten":
+                overhead_s = self._setting.costs.unit_s(self._setting.units[of], ZDP, "overhead")
+                beside_s[reduced] += overhead_s / self._num_micro_batches
+        return beside_s
 
     @property
     def means(self) -> Sequence[Additive]:

@@ -31,7 +31,7 @@ def mlp(model, operator):
     """Blocks of two operators, WIDTH to 4 WIDTH and back, with another one before and behind; a row for each sample."""
     hidden = 4 * WIDTH
 
-    def build(num_blocks=1, kinds=("column", "row", "pair")):
+    def build(num_blocks=1, kinds=("column", "row", "pair"), **fields):
         named = [(f"h.{block}.fc", f"h.{block}.proj") for block in range(num_blocks)]
         found = []
         for first, second in named:
@@ -40,7 +40,7 @@ def mlp(model, operator):
                 exchange("row", (second,), hidden, WIDTH),
                 exchange("pair", (first, second), WIDTH, WIDTH),
             ]
-        operators = [operator(name, FLOAT * WIDTH * hidden) for names in named for name in names]
+        operators = [operator(name, FLOAT * WIDTH * hidden, **fields) for names in named for name in names]
         profile = model(operator("embedding", 1000), *operators, operator("head", 1000))
         return dataclasses.replace(profile, exchanges=tuple(each for each in found if each.kind in kinds))
 
@@ -159,6 +159,16 @@ def test_a_plan_is_stored_simulated_and_judged_as_it_was_made(mlp, overlaps):
     judged = judge_plan(again, profile, cluster, memory_limit_bytes=ENOUGH)
     assert judged.step_time_s == pytest.approx(plan.step_time_s)
     assert judged.units == plan.units
+
+
+@pytest.mark.parametrize("has_streams", [False, True])
+@pytest.mark.parametrize(("samples", "forward_s"), [(8, 2e-6), (4, 8e-6), (16, 1e-6)])
+def test_the_bound_knows_that_gathers_run_beside_units_alone_that_are_gathered(mlp, samples, forward_s, has_streams):
+    """Exchanges of the others would wait for them, and computing for exchanges."""
+    profile = mlp(num_blocks=12, forward_s_per_sample=forward_s, backward_s_per_sample=2 * forward_s)
+    plan = planned(profile, samples, cluster=ranks(overlaps=True, has_streams=has_streams))
+    assert {name for name, kind in moving(plan).items() if kind == "pair"} == {f"h.{each}.fc" for each in range(12)}
+    assert plan.gap < 0.01
 
 
 def test_reports_say_what_is_sent_and_what_else_would_be(mlp):
