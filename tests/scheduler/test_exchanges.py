@@ -147,6 +147,14 @@ def test_what_moves_activations_fits_where_gathered_weights_would_not(mlp):
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
+def test_pairs_are_looked_for_where_their_weights_would_not_fit_though_others_do(mlp, overlaps):
+    profile = mlp(num_blocks=6, forward_s_per_sample=2e-6, backward_s_per_sample=4e-6)
+    found = [planned(profile, 8, cluster=ranks(overlaps=overlaps), limit_bytes=each) for each in (600_000, 900_000)]
+    assert [set(moving(plan).values()) for plan in found] == [{"pair"}, {"pair"}]
+    assert found[1].step_time_s <= found[0].step_time_s
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_a_plan_is_stored_simulated_and_judged_as_it_was_made(mlp, overlaps):
     profile, cluster = mlp(num_blocks=2), ranks(latency_s=1e-6, overlaps=overlaps)
     plan = planned(profile, 8, cluster=cluster)
