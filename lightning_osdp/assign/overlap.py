@@ -2,8 +2,8 @@
 
 The least communication that fits is nearly the least time where the links are busiest, and where computing is, nearly
 any modes will do. In between it matters where communication falls: units for which computing waits are kept, alone or
-in place of others, and of equal units the first or evenly spread ones are tried in place of the last ones. In the end
-units that are kept for nothing are freed.
+in place of others, and of equal units the first or evenly spread ones are tried in place of the last ones. Units that
+may move activations are tried either way, one by one. In the end units that are kept for nothing are freed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, w
         _free(incumbent)
         if incumbent.time_s <= bound_s * (1 + ENOUGH):
             break
-        if not (incumbent.improve(_relieved(incumbent)) or incumbent.improve(_replaced(incumbent))):
+        if not any(incumbent.improve(moves(incumbent)) for moves in (_relieved, _replaced, _moved)):
             break
     return Solved(modes=incumbent.modes, time_s=incumbent.time_s, bound_s=min(bound_s, incumbent.time_s))
 
@@ -151,6 +151,14 @@ def _replaced(incumbent: _Incumbent) -> Iterator[Modes]:
                 for way in range(max(len(incumbent.kept(unit)) for unit in chosen)):
                     kept = {unit: incumbent.kept(unit)[way % len(incumbent.kept(unit))] for unit in chosen}
                     yield incumbent.with_modes({unit: problem.options[unit][0] for unit in units} | kept)
+
+
+def _moved(incumbent: _Incumbent) -> Iterator[Modes]:
+    """Yields modes in which one unit moves activations in place of weights, or weights in place of activations."""
+    for unit, options in enumerate(incumbent.problem.options):
+        for mode in options:
+            if mode["moves"] != incumbent.modes[unit]["moves"]:
+                yield incumbent.with_modes({unit: mode})
 
 
 def _free(incumbent: _Incumbent) -> None:

@@ -107,6 +107,15 @@ def test_modes_fit_and_are_the_fastest_that_do_where_nothing_overlaps(seed):
             assert assigned.step_time_s == pytest.approx(min(fits_exactly), rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", [20, 27])
+def test_single_units_are_tried_the_other_way_where_something_overlaps(seed):
+    found = drawn(random.Random(seed), most_blocks=1)
+    found = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, overlaps=True))
+    assigned = assign_modes(found, memory_limit_bytes=2**60)
+    best_s = min(map(found.costs.step_time_s, itertools.product(*found.costs.options)))
+    assert assigned.step_time_s == pytest.approx(best_s, rel=1e-3)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_where_it_is_known_what_moves_the_closed_form_counts_it_and_bounds_the_peak(seed):
     draw = random.Random(seed)
