@@ -7,6 +7,7 @@ and within 0.5% of, counts of live storages on two gloo ranks in three precision
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.step import Step
@@ -28,8 +29,8 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
 
     and the buffers of all-gathers; or, of units that move activations, inputs and outputs of all ranks. Without a
     backward to free it, a DP unit stays gathered after its first forward, and of an hpZ unit a shard stays in each
-    node. Lightning has zeroed the gradients. An evaluation batch has as many samples as a micro-batch of the training
-    step, on which e_i is measured.
+    node. Resident units are gathered before all others, if they are not there yet. Lightning has zeroed the gradients.
+    An evaluation batch has as many samples as a micro-batch of the training step, on which e_i is measured.
     """
     profile, units = step.profile, step.units
     micro_batch_size = step.workload.micro_batch_size
@@ -39,7 +40,7 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
     running = [0.0] * len(profile.segments)
     gathering = [0.0] * len(profile.segments)
     for unit, size, is_kept, each in zip(units, layout.units, stays, effects, strict=True):
-        for first, last in unit.calls if not each.exchanges else ():
+        for first, last in unit.calls if not each.is_passed_over else ():
             gathering[first] = max(gathering[first], size.cast_shard, size.buffer)
             for segment in range(first, last + 1) if not is_kept else ():
                 running[segment] += size.gathered
@@ -55,9 +56,12 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
         whole + max(segment.evaluation_bytes.at(micro_batch_size), cast)
         for segment, whole, cast in zip(profile.segments, running, gathering, strict=True)
     )
-    lingering = engine.most_lingering * max((size.buffer for size in layout.units), default=0.0)
+    sizes = [*zip(layout.units, effects, strict=True)]
+    lingering = engine.most_lingering * max((size.buffer for size, each in sizes if not each.is_resident), default=0.0)
+    resident = sorted((num_bytes for size, each in sizes if each.is_resident for num_bytes in size.each_gathered))[::-1]
+    beside_buffer = map(sum, zip(accumulate(resident), resident, strict=True))
     states = _between_steps(step, layout) + profile.batch_bytes.at(micro_batch_size)
-    return states + kept + lingering + max(transient)
+    return states + max([kept + lingering + max(transient), *beside_buffer])
 
 
 def saving_peak(step: Step, modes: Sequence[Treatment], *, is_sharded: bool, engine: FSDP2 = DEFAULT) -> float:

@@ -36,6 +36,8 @@ class UnitBytes:
     """Parameters at rest."""
     gathered: float
     """P: what lives from a gather to the unit's being freed."""
+    each_gathered: tuple[float, ...]
+    """P of each parameter; of the whole unit where parameters are not profiled."""
     cast_shard: float
     """The shard in the dtype of computing, which lives while the unit is gathered under mixed precision."""
     gradients: float
@@ -182,14 +184,18 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
         casts = [float(chunk_elements(each, world_size) * each.gathered_itemsize) for each in cast]
         computed = [each.num_elements * each.gathered_itemsize for each in trained]
         whole = [each.num_elements * each.sent_itemsize for each in trained]
+        elements = ((chunk_elements(each, world_size), each.gathered_itemsize) for each in unit.parameters)
+        each_gathered = tuple(float(world_size * number * itemsize) for number, itemsize in elements)
     else:
         shard, reduced = unit.parameter_bytes / world_size, unit.trainable_bytes / world_size
         casts = [gathered / world_size] if unit.gathered_bytes != unit.parameter_bytes else []
         computed = whole = [operator.gradient_bytes for operator in unit.operators]
+        each_gathered = (gathered,)
     is_sharded = world_size > 1
     return UnitBytes(
         shard=shard,
         gathered=gathered,
+        each_gathered=each_gathered,
         cast_shard=sum(casts) if is_sharded else max(casts, default=0.0),  # on one rank, one after the other
         gradients=float(unit.gradient_bytes),
         flat_gradient=sent,

@@ -27,7 +27,7 @@ On gloo q is 2 r, and the last term the sum of both.
   Where the last micro-batch alone all-reduces, what the others have scattered is left in its place, in the dtype of
   reducing.
 - A resident unit is there all the time, also while the optimizer steps. Before a step all of them are gathered that are
-  not there yet, one after the other, the largest first.
+  not there yet, one parameter after the other, the largest first.
 - Backward makes the gradient of the shard of a unit that moves activations, which needs no reduction. Under mixed
   precision the unit's shard is cast, and stays so for backward. The profile's segments have the bytes of its
   activations.
@@ -134,7 +134,7 @@ class LiveParts:
         self.settled = 0.0  # bytes beyond the saved tensors while a unit's gradients are reduced
         self.pending: set[int] = set()  # units whose buffer is not copied out yet
         self.copied: int | None = None  # the unit that was awaited last, if it was copied out then
-        self.resident = sorted(resident, key=lambda unit: -self.sizes[unit].gathered)
+        self.resident = resident
         self.whole: set[int] = set()  # units that are copied out
         self.retained: set[int] = set()  # units of which there is a shard in each node
         self.buffers = 0.0  # that all-gathers have filled, with the next one
@@ -166,9 +166,12 @@ class LiveParts:
 
     def begin_step(self) -> None:
         """Begins a step, before which nothing is gathered: with what is resident."""
-        for unit in self.resident:
-            self._gather(unit)
-            self._take_out(unit)
+        parameters = [(num_bytes, unit) for unit in self.resident for num_bytes in self.sizes[unit].each_gathered]
+        for num_bytes, unit in sorted(parameters, reverse=True):
+            buffer = num_bytes if self.world_size > 1 else min(num_bytes, self.sizes[unit].cast_shard)
+            self._add("gathered parameters", num_bytes)
+            self._observe("forward", self._name(unit), "gathered parameters", buffer)
+        self.whole.update(self.resident)
 
     def begin_micro_batch(self) -> None:
         """Begins a micro-batch, with its forward."""
@@ -247,17 +250,13 @@ class LiveParts:
         self.copied = unit if unit in self.pending else None
         if self.copied is None:
             return
-        self._take_out(unit)
-        self._drop_retained(unit)
-        if not self.is_in_backward:
-            self._linger(unit)
-
-    def _take_out(self, unit: int) -> None:
-        """Copies a unit out of the buffer of its all-gather."""
         self.pending.remove(unit)
         size = self.sizes[unit]
         self._copy_out(unit, 0.0 if self.world_size > 1 else size.cast_shard)
         self._add_buffer(-size.buffer)
+        self._drop_retained(unit)
+        if not self.is_in_backward:
+            self._linger(unit)
 
     def _copy_out(self, unit: int, beside: float) -> None:
         self.whole.add(unit)

@@ -24,8 +24,8 @@ With explicit lists of modules to prefetch, one for each unit:
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
 - A unit of which backward reads no weights is not gathered there, unless it is inside a block that is run again.
 - A frozen unit reduces nothing, and waits for no reduce-scatter before it.
-- Resident units are gathered before the first step of all, the largest first, and are there from then on. Lists pass
-  over them: the unit that comes next of all others is gathered ahead.
+- Resident units are gathered before the first step of all, and are there from then on. Lists pass over them: the unit
+  that comes next of all others is gathered ahead.
 - A unit that moves activations is called once and never gathered, has no list, and lists pass over it. Before and after
   its operators run, forward and backward, activations or gradients are exchanged. No block that recomputes is around.
 

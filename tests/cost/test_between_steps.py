@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.axes import DP, ZDP
+from lightning_osdp.core.axes import DP, RESIDENT, ZDP
 from lightning_osdp.cost import evaluation_peak, saving_peak
 from tests.steps import step_of
 
@@ -42,6 +42,11 @@ def given(profile, modes, *, world_size=2):
 def test_evaluation_keeps_what_is_dp_and_gathers_the_rest(three, modes, expected):
     # two samples: base 120 + 240 + 2 of the batch
     assert evaluation_peak(*given(three, modes)) == expected
+
+
+def test_evaluation_gathers_no_resident_unit(three):
+    step, (*modes, _) = given(three, "DDD")
+    assert evaluation_peak(step, [*modes, RESIDENT]) == 362 + 240 + 90  # no buffer of m2: the second segment's own
 
 
 def test_what_libraries_keep_is_there_between_steps_too(three):

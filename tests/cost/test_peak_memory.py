@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_osdp.core.axes import DP, RESIDENT, ZDP
-from lightning_osdp.core.profile import OptimizerProfile
+from lightning_osdp.core.profile import OptimizerProfile, ParameterProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import exact_peak, step_memory
 from lightning_osdp.engine import FSDP2, leaving_order
@@ -223,6 +223,16 @@ def test_resident_units_are_gathered_before_the_step_the_largest_first(three):
     profile = three(fields={0: least, 1: QUIET, 2: QUIET}, loss_activation_bytes_per_sample=0)
     found = exact_peak(step_of(profile, micro_batch_size=2), [DP, ZDP, RESIDENT, RESIDENT])
     assert seen(found) == (126 + 120 + 2 * 80, "forward", "m1")
+
+
+def test_parameters_of_a_resident_unit_are_gathered_one_after_the_other(model, operator):
+    # base 172 + 4 of Adam + 2 reduced; 160, and then 144 beside that: each beside its buffer
+    alone = {"position": 0, "itemsize": 4, "gathered_itemsize": 4, "is_trainable": False}
+    parameters = tuple(ParameterProfile(num_elements=number, **alone) for number in (36, 40))
+    least = {"activation_bytes_per_sample": 0, "trainable_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8}
+    profile = model(operator("m0", 304, parameters=parameters, **QUIET), operator("m1", 40, **least))
+    found = exact_peak(step_of(profile), [DP, RESIDENT, ZDP])
+    assert seen(found) == (178 + 160 + 2 * 144, "forward", "m0")
 
 
 def test_backward_neither_comes_to_nor_prefetches_what_is_frozen_from_the_beginning(three):

@@ -32,10 +32,11 @@ def gather_for_training(groups: Sequence[Any]) -> None:
     filled in that mode alone.
     """
     for group in groups:
-        group.wait_for_unshard = partial(_outside_inference_mode, group.wait_for_unshard)
+        group.wait_for_unshard = partial(outside_inference_mode, group.wait_for_unshard)
 
 
-def _outside_inference_mode(call: Callable[[], None]) -> None:
+def outside_inference_mode(call: Callable[[], None]) -> None:
+    """Calls a function that allocates memory of units."""
     if not torch.is_inference_mode_enabled():
         call()
         return

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lightning_osdp.apply.internals import access, dtensors, unsharded
+from lightning_osdp.apply.internals import access, dtensors, gathering, unsharded
 
 _RESIDENT = "lightning_osdp_is_resident"
 """Attribute of units that are told to stay unsharded."""
@@ -26,10 +26,10 @@ def set_resident(module: nn.Module, *, is_resident: bool) -> None:
 class Residence:
     """Keeps unsharded weights of units that are told to stay so, as long as all their parameters are frozen.
 
-    All of them are gathered before a forward gathers its first unit, one after the other, the largest first: so the
-    buffers of their all-gathers are there before any result of the forward is. Where torch would free it, a module gets
-    its shards alone: optimizers, state dicts and users find what they find of any other unit. Where the unit is needed
-    again, its module gets the kept weights, and no all-gather runs.
+    All of them are gathered before a forward gathers its first unit, one parameter after the other, the largest first:
+    so the buffers of their all-gathers are small where much is there already, however many modules a unit has. Where
+    torch would free it, a module gets its shards alone: optimizers, state dicts and users find what they find of any
+    other unit. Where the unit is needed again, its module gets the kept weights, and no all-gather runs.
 
     Shards may have been written to meanwhile: by users' hooks, by what loads weights, or by an optimizer that has them.
     So ranks agree, before a unit is needed for the first time after that, of which units shards are others than what is
@@ -50,6 +50,9 @@ class Residence:
         self._is_open = True  # shards may have been written to since ranks last agreed
         self._is_complete = False  # all that may be kept was gathered
         self._kept: dict[Any, list[Any]] = {}  # groups that are kept unsharded -> marks of their shards
+        self._own_methods = {
+            group: (group.unshard, group.wait_for_unshard, group._to_sharded) for group in groups
+        }  # of torch: they gather what ``fsdp_params`` has, and leave shards in its place
         for group in groups:
             group.unshard = partial(self._unshard, group, group.unshard)
             group.wait_for_unshard = partial(self._wait, group, group.wait_for_unshard)
@@ -85,29 +88,37 @@ class Residence:
             self._free(group)
 
     def _gather(self) -> None:
-        self._is_complete = True
         missing = [
             group
             for group in self._groups
             if _may_stay(group) and not (group in self._kept or group.is_unsharded or group._all_gather_result)
         ]
-        for group in sorted(missing, key=_num_bytes, reverse=True):
-            group.unshard()
-            group.wait_for_unshard()
-            group._to_sharded()
+        parameters = [(group, parameter) for group in missing for parameter in group.fsdp_params]
+        for group, parameter in sorted(parameters, key=lambda pair: _num_bytes(pair[1]), reverse=True):
+            every, group.fsdp_params = group.fsdp_params, [parameter]
+            parameter.free_unsharded_param = access.do_nothing
+            try:
+                for call in self._own_methods[group]:
+                    call()
+            finally:
+                del parameter.free_unsharded_param
+                group.fsdp_params = every
+        for group in missing:
+            self._kept[group] = _marks(group)
+        self._is_complete = True
 
     def _unshard(self, group: Any, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if not self._is_complete and group._training_state == TrainingState.FORWARD:
-            group._training_state = TrainingState.IDLE  # in forward torch keeps the latest buffer
-            try:
-                self._gather()
-            finally:
-                group._training_state = TrainingState.FORWARD
         if group in self._kept and not group.is_unsharded:
             if self._is_open or self._kept[group] != _marks(group):
                 self._compare()
             elif not _may_stay(group):
                 self._free(group)
+        if not self._is_complete and group._training_state == TrainingState.FORWARD:
+            group._training_state = TrainingState.IDLE  # in forward torch keeps the latest buffer
+            try:
+                gathering.outside_inference_mode(self._gather)
+            finally:
+                group._training_state = TrainingState.FORWARD
         if group not in self._kept:
             unshard(*args, **kwargs)
 
@@ -158,9 +169,10 @@ def _may_stay(group: Any) -> bool:
     return is_resident and not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
 
 
-def _num_bytes(group: Any) -> int:
-    """Bytes of the unsharded weights of a unit at rest."""
-    return sum(each._orig_size.numel() * each.orig_dtype.itemsize for each in group.fsdp_params)
+def _num_bytes(parameter: Any) -> int:
+    """Bytes of an unsharded weight at rest."""
+    num_bytes: int = parameter._orig_size.numel() * parameter.orig_dtype.itemsize
+    return num_bytes
 
 
 def _marks(group: Any) -> list[Any]:

@@ -74,12 +74,16 @@ class Based(WideMLP):
             layer.requires_grad_(False)
 
 
-def predicted_and_counted_residence(num_resident, num_micro_batches):
-    """Bytes in the first steps and in later ones, predicted and counted, where so many frozen units are resident."""
+def predicted_and_counted_residence(num_resident, num_micro_batches, together):
+    """Bytes in the first steps and in later ones, predicted and counted, where so many frozen layers are resident."""
     world_size, space = dist.get_world_size(), SearchSpace(min_unit_bytes=1024, share_units=False)
     plan = plan_for(Based(), "mixed", world_size=world_size, num_micro_batches=num_micro_batches, space=space)
     chosen = ["layers.3", "layers.1", "layers.2"][:num_resident]
     units = [unit.treated(keep="always") if unit.name in chosen else unit for unit in plan.units]
+    if together:
+        name, names = min(chosen), tuple(sorted(chosen))
+        one = dataclasses.replace(units[[unit.name for unit in units].index(name)], operators=names, modules=names)
+        units = [one if unit.name == name else unit for unit in units if unit.name not in names[1:]]
     plan = dataclasses.replace(plan, units=tuple(units))
     predicted = simulate(plan, profile_of(Based()), stated_cluster(world_size))
     counted = []
@@ -94,10 +98,17 @@ def predicted_and_counted_residence(num_resident, num_micro_batches):
     return predicted.peak.peak_bytes, steady, predicted.peak.parts["optimizer state"], counted
 
 
-@pytest.mark.parametrize(("num_resident", "num_micro_batches"), [(1, 1), (3, 1), (3, 3)])
-def test_peak_of_resident_units_is_what_was_predicted_from_the_first_step_on(ranks, num_resident, num_micro_batches):
+@pytest.mark.parametrize(
+    ("num_resident", "num_micro_batches", "together"), [(1, 1, False), slow(3, 1, False), (3, 1, True), (3, 3, False)]
+)
+def test_peak_of_resident_units_is_what_was_predicted_from_the_first_step_on(
+    ranks, num_resident, num_micro_batches, together
+):
     largest, steady, state, counted = ranks(2).run(
-        predicted_and_counted_residence, num_resident=num_resident, num_micro_batches=num_micro_batches
+        predicted_and_counted_residence,
+        num_resident=num_resident,
+        num_micro_batches=num_micro_batches,
+        together=together,
     )[0]
     first, later = counted
     assert steady == pytest.approx(later, rel=2e-3)

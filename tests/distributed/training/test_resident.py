@@ -103,13 +103,14 @@ def planned(kind=Adapters, modes="mixed", dtype=torch.float64, reduce="every", n
 
 
 class Gathers:
-    """Counts all-gathers by unit while it is entered."""
+    """Counts all-gathers of weights by module while it is entered."""
 
     def __enter__(self):
         self.seen, original = Counter(), _fsdp_param_group.foreach_all_gather
 
         def noted(parameters, *args, **kwargs):
-            self.seen[parameters[0]._module_info.module] += 1
+            weights = [each for each in parameters if each._module_info.param_name == "weight"]
+            self.seen.update(each._module_info.module for each in weights)
             return original(parameters, *args, **kwargs)
 
         self._patch = mock.patch.object(_fsdp_param_group, "foreach_all_gather", noted)
