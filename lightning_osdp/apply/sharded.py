@@ -128,6 +128,7 @@ class ShardedModel:
         )
         gathering.gather_where_read(self._groups)
         gathering.gather_for_training(self._groups)
+        gathering.enter_once(self._groups)
         self._writes = unsharded.GatheredWrites(self._groups)
         for group in self._groups:
             unsharded.Freezing(group)

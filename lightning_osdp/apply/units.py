@@ -352,8 +352,10 @@ class _Gathering:
 
     def _gather(self, _: Tensor) -> None:
         # The hook outlives its unit where the module is sharded anew.
-        if isinstance(self._handle, FSDPModule) and access.state_of(self._handle) is self._made_for:
-            self._handle.unshard()  # returns at once if the unit is unsharded
+        is_unit = isinstance(self._handle, FSDPModule) and access.state_of(self._handle) is self._made_for
+        # mostly it is unsharded, which torch finds after it has gone through all parameters
+        if is_unit and not access.group_of(self._handle).is_unsharded:
+            self._handle.unshard()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit

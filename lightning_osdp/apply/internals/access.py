@@ -49,6 +49,7 @@ _METHODS = {
         "post_backward",
         "post_forward",
         "pre_backward",
+        "pre_forward",
         "reshard",
         "unshard",
         "wait_for_unshard",

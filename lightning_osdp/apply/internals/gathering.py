@@ -44,6 +44,23 @@ def outside_inference_mode(call: Callable[[], None]) -> None:
         call()
 
 
+def enter_once(groups: Sequence[Any]) -> None:
+    """Has the first module of a unit that is called enter the unit for all of them, until forward leaves the unit.
+
+    Torch enters it at each module, to find that nothing is left to do; what is wrapped around goes through all
+    parameters each time, which is as many times as modules for as many parameters.
+    """
+    for group in groups:
+        if len(group.modules) > 1:
+            group.pre_forward = partial(_pre_forward, group, group.pre_forward)
+
+
+def _pre_forward(group: Any, pre_forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if group.is_unsharded and group._training_state == TrainingState.FORWARD:
+        return args, kwargs
+    return pre_forward(module, args, kwargs)
+
+
 def gather_after(context: Any) -> None:
     """Makes all-gathers wait for all work that the device was given so far.
 

@@ -91,7 +91,7 @@ class Residence:
         missing = [
             group
             for group in self._groups
-            if _may_stay(group) and not (group in self._kept or group.is_unsharded or group._all_gather_result)
+            if stays(group) and not (group in self._kept or group.is_unsharded or group._all_gather_result)
         ]
         parameters = [(group, parameter) for group in missing for parameter in group.fsdp_params]
         for group, parameter in sorted(parameters, key=lambda pair: _num_bytes(pair[1]), reverse=True):
@@ -111,7 +111,7 @@ class Residence:
         if group in self._kept and not group.is_unsharded:
             if self._is_open or self._kept[group] != _marks(group):
                 self._compare()
-            elif not _may_stay(group):
+            elif not stays(group):
                 self._free(group)
         if not self._is_complete and group._training_state == TrainingState.FORWARD:
             group._training_state = TrainingState.IDLE  # in forward torch keeps the latest buffer
@@ -128,11 +128,11 @@ class Residence:
             return
         was_there = group.is_unsharded
         wait_for_unshard()
-        if group.is_unsharded and not was_there and _may_stay(group):
+        if group.is_unsharded and not was_there and stays(group):
             self._kept[group] = _marks(group)
 
     def _leave(self, group: Any, to_sharded: Callable[[], None]) -> None:
-        if group in self._kept and not _may_stay(group):
+        if group in self._kept and not stays(group):
             if not group.is_unsharded:
                 self._free(group)
             self._kept.pop(group, None)
@@ -156,15 +156,15 @@ class Residence:
 
     def _is_outdated(self, group: Any) -> bool:
         """Tells if this rank's shards differ from its rows of the kept unsharded weights, bit by bit."""
-        if not _may_stay(group):
+        if not stays(group):
             return True
         now = _marks(group)
         places = [place for place, mark in enumerate(self._kept[group]) if mark != now[place]]
         return any(_differs(group, group.fsdp_params[place]) for place in places)
 
 
-def _may_stay(group: Any) -> bool:
-    """Tells if a unit is to be kept, and its parameters are all frozen."""
+def stays(group: Any) -> bool:
+    """Tells if a unit stays unsharded: it is told to, and its parameters are all frozen."""
     is_resident = getattr(group, _RESIDENT, False)
     return is_resident and not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from lightning_osdp.apply.internals import access, dtensors, gathering
+from lightning_osdp.apply.internals import access, dtensors, gathering, resident
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import parameter_like
 
@@ -101,7 +101,7 @@ def pass_inputs(module: nn.Module) -> None:
 
     A tensor that is given more than once arrives as one tensor: ``nn.MultiheadAttention``, given one tensor as query,
     key and value, would project its copies three times, and save three of them. Gradients of inputs may have a graph,
-    see `_Inputs`.
+    see `_Inputs`. Inputs of a resident unit arrive as they are: the unit is left at the end of backward.
     """
     group = access.group_of(module)
     if group is None or not hasattr(group, "_register_post_backward_hook"):
@@ -112,6 +112,8 @@ def pass_inputs(module: nn.Module) -> None:
         if not given:
             return args, kwargs
         gathering.note_inputs(group)
+        if resident.stays(group):  # backward has nothing to reduce then, and nothing to free
+            return args, kwargs
         once = dict.fromkeys(given)
         made = dict(zip(once, _Inputs.apply(group, *once), strict=True))  # type: ignore[no-untyped-call]
         return replace_grad_tensors((args, kwargs), (made[tensor] for tensor in given))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lightning_osdp import OSDPStrategy, SearchSpace, make_plan
 from lightning_osdp.engine import FSDP2, engine_of
@@ -95,7 +96,11 @@ def trains(name, prefetch, modules=None, late=0):
     ddp, _, _ = trained(DDPStrategy(process_group_backend="gloo", find_unused_parameters=True), **options)
     holder = {operator: unit.name for unit in plan.units for operator in unit.operators}
     seen, patches = _counted(lambda param: holder[param._param_fqn.rpartition(".")[0]])
-    with patches[0], patches[1]:
+    entered, begun = (
+        mock.patch.object(FSDPParamGroup, name, autospec=True, side_effect=getattr(FSDPParamGroup, name))
+        for name in ("pre_forward", "lazy_init")
+    )
+    with patches[0], patches[1], entered as entering, begun as beginning:
         osdp, _, fit = trained(OSDPStrategy(plan=plan, dry_run=False), **options)
     profile = profile_of(build(name, dtype="float64"))
     step, modes = planned_step(plan, profile, stated_cluster(dist.get_world_size()))
@@ -109,6 +114,9 @@ def trains(name, prefetch, modules=None, late=0):
         "expected": expected,
         "seen": seen[-len(expected) :],
         "num_seen": len(seen),
+        "num_entered": entering.call_count,
+        "num_begun": beginning.call_count,
+        "num_units": sum(1 for unit in plan.units if unit.operators),
     }
 
 
@@ -130,6 +138,8 @@ def test_units_that_the_planner_joined_train_as_ddp_with_the_collectives_as_pred
         assert found["difference"] < 1e-9
         assert found["seen"] == found["expected"]
         assert found["num_seen"] == 5 * len(found["expected"])
+        # whatever the number of modules
+        assert (found["num_entered"], found["num_begun"]) == (5 * found["num_units"], found["num_units"])
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
+from contextlib import contextmanager
 from unittest import mock
 
 import lightning as L
@@ -17,6 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
+from lightning_osdp.apply.internals import sharding
 from tests.distributed.support.fits import fitted, largest_difference, plan_for, shared_folder, trainer
 from tests.distributed.support.models import Base
 from tests.tiers import slow
@@ -147,16 +149,31 @@ def differs(found, expected):
     return largest_difference(found, expected) if dist.get_rank() == 0 else 0.0
 
 
+@contextmanager
+def ended_units():
+    """Yields modules of units that backward ends where it comes to their inputs."""
+    seen, forward = set(), sharding._Inputs.forward
+
+    def noted(group, *inputs):
+        seen.update(group.modules)
+        return forward(group, *inputs)
+
+    with mock.patch.object(sharding._Inputs, "forward", staticmethod(noted)):
+        yield seen
+
+
 def trains_like_ddp(kind, modes, reduce, num_micro_batches):
-    """Difference from DDP, and how often each resident unit is gathered, with validation in between."""
+    """Difference from DDP, gathers of each resident unit, with validation in between, and which kinds backward ends."""
     options = {"accumulate_grad_batches": num_micro_batches, "limit_val_batches": 2, "val_check_interval": 2}
     options["max_steps"] = 4
     plan, frozen = planned(kind, modes, reduce=reduce, num_micro_batches=num_micro_batches)
     module = made(kind)
-    with Gathers() as gathers:
+    with Gathers() as gathers, ended_units() as ended:
         _, found = ran(module, plan, **options)
     _, expected = ran(made(kind), **options)
-    return differs(found, expected), gathers.of(module, frozen), len(frozen)
+    are_frozen = {module.get_submodule(unit.name) in ended for unit in plan.units if unit.name in frozen}
+    are_trained = {module.get_submodule(unit.name) in ended for unit in plan.units if unit.name not in frozen}
+    return differs(found, expected), gathers.of(module, frozen), len(frozen), (are_frozen, True in are_trained)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +189,10 @@ def test_what_is_frozen_is_gathered_once_and_training_is_that_of_ddp(
     ranks, number, kind, modes, reduce, num_micro_batches
 ):
     arguments = {"kind": kind, "modes": modes, "reduce": reduce, "num_micro_batches": num_micro_batches}
-    for apart, gathered, num_frozen in ranks(number).run(trains_like_ddp, **arguments):
+    for apart, gathered, num_frozen, ended in ranks(number).run(trains_like_ddp, **arguments):
         assert apart < 1e-12
         assert (gathered, num_frozen > 3) == ([1] * num_frozen, True)
+        assert ended == ({False}, True)
 
 
 def finetunes_like_others():
