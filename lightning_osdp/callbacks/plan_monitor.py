@@ -245,7 +245,7 @@ class PlanMonitor(pl.Callback):
         if self._plan is None:
             return
         self._take_finished(wait=True)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not self._is_racing:  # else the last turn's plan is not the one that stays
             show(self.comparison())
 
     @override

@@ -134,8 +134,8 @@ class _Variants:
         found: list[_Variant | None] = []
         if cluster.world_size > 1:
             found += [
-                self.made("all ZDP", _all(keep="nothing"), is_plain=True),
-                self.made("all DP", _all(keep="whole"), is_plain=True),
+                self._plain("all ZDP", keep="nothing"),
+                self._plain("all DP", keep="whole"),
                 self.with_most_kept("fewer collectives", plan.blocks),
                 self.made("less memory", _only(self._largest_kept(), keep="nothing")),
             ]
@@ -171,7 +171,6 @@ class _Variants:
         *,
         blocks: tuple[Block, ...] | None = None,
         ahead: FSDP2 | None = None,
-        is_plain: bool = False,
     ) -> _Variant | None:
         """Variant with units treated otherwise, and perhaps other blocks and prefetching; None where it exceeds."""
         plan, setting, modes = self.plan, self.planned.setting, self.planned.modes
@@ -185,7 +184,20 @@ class _Variants:
             for unit, mode, offered in zip(setting.units, modes, setting.costs.options, strict=True)
         )
         fitting = as_far_as_fits(setting, modes, memory_limit_bytes=plan.memory_limit_bytes)
-        return None if fitting is None else _Variant(name, fitting, modes, is_plain)
+        return None if fitting is None else _Variant(name, fitting, modes)
+
+    def _plain(self, name: str, *, keep: str) -> _Variant | None:
+        """Baseline whose units with a choice all leave this after forward; None where one of them is not offered it."""
+        found, setting = self.made(name, _all(keep=keep)), self.planned.setting
+        if found is None:
+            return None
+        offers = zip(setting.units, found.modes, setting.costs.options, strict=True)
+        kept = {
+            mode["keep"]
+            for unit, mode, offered in offers
+            if not unit.is_root and len({each["keep"] for each in offered}) > 1
+        }
+        return dataclasses.replace(found, is_plain=True) if kept == {keep} else None
 
     def with_most_kept(self, name: str, blocks: tuple[Block, ...]) -> _Variant | None:
         """Variant with as many more units kept from forward to backward as fit, the smallest first."""

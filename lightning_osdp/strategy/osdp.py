@@ -316,7 +316,7 @@ class OSDPStrategy(FSDPStrategy):
     def on_train_end(self) -> None:
         self._sharded.end_fit()
         if self._racing is not None:
-            self._racing.break_off()
+            self._racing.break_off(self._trainer)
             self._racing.end(self._trainer)
 
     @override
@@ -419,8 +419,9 @@ class OSDPStrategy(FSDPStrategy):
         on_all_ranks(lambda: entries.check_whole(checkpoint))
         self._units.division.save(checkpoint)
         self._generators.save(checkpoint, self.root_device)
-        plan = self._racing.planned if self._racing is not None and self.is_racing else self.plan
-        entries.store_plan(plan, checkpoint, is_raced=self._units.is_raced)
+        model = self._units.model
+        plan, is_raced = (self.plan, False) if model is None else (model.planned, model.is_raced)
+        entries.store_plan(plan, checkpoint, is_raced=is_raced)
         path, write = self.broadcast(filepath), self.checkpoint_io.save_checkpoint
         if self._state_dict_type == "full":
             on_rank_zero(lambda: write(checkpoint, path, storage_options=storage_options))

@@ -30,7 +30,10 @@ MOST_AGAIN = 2
 """Times that a turn with such a step is taken again; where all batches differ, nothing would be compared else."""
 
 MOST_SHARE = 0.1
-"""Part of the steps of a fit that a race may last at most where the user leaves open whether there is one."""
+"""Part of a fit's steps that a race may last where the user leaves open whether there is one.
+
+Turns that are taken again come on top of it.
+"""
 
 
 class Racing(pl.Callback):
@@ -52,7 +55,8 @@ class Racing(pl.Callback):
         self._clock = StepClock(trainer.strategy.root_device)
         self._global_step, self._has_begun = trainer.global_step, False
         self._steps_left = WARM_UP_STEPS  # of this turn, or before the first one
-        self._most_elements = self._num_again = 0
+        self._most_elements = self._num_again = self._num_refused = 0
+        self._is_decided = False  # no turn is left, and the plan that stays has to come into use
         self.is_over = False
 
     @property
@@ -61,20 +65,15 @@ class Racing(pl.Callback):
         return self._units.model
 
     @property
-    def planned(self) -> Plan:
-        """The plan that a fit has if nobody knows of the race yet."""
-        return self._racers[0].plan
-
-    @property
     def turn(self) -> str:
-        """Name of the candidate under whose plan steps are run; empty before the first turn and after the race."""
-        turn = self._race.turn if self._has_begun and not self.is_over else None
+        """Name of the candidate under whose plan steps are run; empty before the first turn and after the last one."""
+        turn = self._race.turn if self._has_begun and not (self._is_decided or self.is_over) else None
         return "" if turn is None else self._racers[turn.racer].name
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Begins, and says so."""
         all_callbacks(trainer).insert(0, self)
-        self._model.before_race = self.planned
+        self._model.begin_race()
         names, num_steps = ", ".join(racer.name for racer in self._racers), WARM_UP_STEPS + self._race.most_steps
         rank_zero_info(
             f"OSDP: {len(self._racers)} plans take turns in about the next {num_steps} optimizer steps, all of which"
@@ -83,23 +82,27 @@ class Racing(pl.Callback):
 
     def end(self, trainer: pl.Trainer) -> None:
         """Leaves the Trainer, at the end of a fit or after an error."""
+        self.is_over = True
         callbacks = all_callbacks(trainer)
         callbacks[:] = [callback for callback in callbacks if callback is not self]
 
-    def break_off(self) -> None:
-        """Goes back to the plan if the race is not over, for the fit is."""
-        if not self.is_over:
-            self._over()
+    def break_off(self, trainer: pl.Trainer) -> None:
+        """Changes to the plan that stays if the race is not over, for the fit is."""
+        if self.is_over:
+            return
+        if not self._is_decided:
             rank_zero_info("OSDP: the race of plans was not over when training ended, so the plan stays as it was.")
-            self._change(self.planned)
+        self._settle(trainer)
+        if not self.is_over:
+            rank_zero_warn("OSDP: training ended under another plan than the race left; the next fit changes to that.")
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self.is_over and self._steps_left == 0:
-            self._next_turn(trainer)
-        if not self.is_over:
+            self._settle(trainer) if self._is_decided else self._next_turn(trainer)
+        if not (self.is_over or self._is_decided):
             self._clock.start()
 
     @override
@@ -108,11 +111,13 @@ class Racing(pl.Callback):
     ) -> None:
         if self.is_over:
             return
-        self._clock.stop(num_samples=elements_in(batch))
+        if not self._is_decided:
+            self._clock.stop(num_samples=elements_in(batch))
         if trainer.global_step != self._global_step:  # else gradients accumulate, and the optimizer step comes later
             self._global_step = trainer.global_step
-            self._clock.end_step()
             self._steps_left -= 1
+            if not self._is_decided:
+                self._clock.end_step()
 
     def _next_turn(self, trainer: pl.Trainer) -> None:
         """Notes the turn that has ended, if any has begun, and changes to the plan of the next one or of the winner."""
@@ -130,32 +135,47 @@ class Racing(pl.Callback):
         self._has_begun, self._num_again = True, 0
         turn = self._race.turn
         if turn is None:
-            self._finish(trainer)
+            self._decide()
+            self._settle(trainer)
             return
         self._steps_left = turn.num_steps
         if not self._change(self._racers[turn.racer].plan):
-            self._over()
+            self._settle(trainer)
 
-    def _over(self) -> None:
-        self.is_over, self._model.before_race = True, None
-
-    def _finish(self, trainer: pl.Trainer) -> None:
-        self._over()
+    def _decide(self) -> None:
+        """Has the winner's plan stay, which checkpoints store from now on."""
         assert self._race.winner is not None
         winner, text = self._racers[self._race.winner].plan, self._result()
-        won = dataclasses.replace(winner, notes=(*winner.notes, text))
-        if self._change(won):
-            self._units.is_raced = True
-            rank_zero_info(f"OSDP: {text}")
+        self._model.after_race = dataclasses.replace(winner, notes=(*winner.notes, text))
+        self._model.is_raced = True
+        rank_zero_info(f"OSDP: {text}")
+
+    def _settle(self, trainer: pl.Trainer) -> None:
+        """Changes to the plan that stays; where that is refused, tries again after more and more steps."""
+        self._is_decided, staying = True, self._model.after_race
+        assert staying is not None
+        if not self._change(staying):
+            self._steps_left = self._num_refused
+            return
+        self.is_over, self._model.after_race = True, None
+        if self._model.is_raced:
             assert self._model.sharded.plan is not None
             write_plan(trainer, self._model.sharded.plan)
 
     def _change(self, plan: Plan) -> bool:
-        """Changes the plan; if that is refused, the one in use stays on all ranks, which ends the race."""
+        """Changes the plan; if that is refused, the one in use stays for now on all ranks, which ends the race."""
+        if plan == self._model.sharded.plan:
+            return True
         try:
-            self._model.use(plan)
+            self._model.sharded.use(plan)
         except ConfigurationError as error:  # the same on all ranks
-            rank_zero_warn(f"OSDP: the race of plans ends, for the plan in use cannot change: {error}")
+            self._num_refused += 1
+            if self._num_refused == 1:
+                stays = "winner" if self._model.is_raced else "plan that it began with"
+                rank_zero_warn(
+                    f"OSDP: the race of plans ends, for the plan in use cannot change: {error} Training goes on under"
+                    f" the {stays} as soon as it can."
+                )
             return False
         return True
 
@@ -203,7 +223,8 @@ def _reason_against(trainer: pl.Trainer, units: Units) -> str:
         )
     if not trainer.lightning_module.automatic_optimization:
         return "in manual optimization training_step says what an optimizer step is"
-    if units.is_raced:
+    assert units.model is not None
+    if units.model.is_raced:
         return "training goes on under the winner of an earlier one"
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
         return "fast_dev_run has too few steps"
@@ -235,6 +256,8 @@ def _racers(trainer: pl.Trainer, units: Units) -> Sequence[Racer] | str:
     left = min(all_gather_values(_steps_left(trainer)))  # loaders may have other lengths on other ranks
     if race == "auto" and left < num_steps / MOST_SHARE:
         return f"up to {num_steps} optimizer steps are more than {MOST_SHARE:.0%} of the {left} of this fit"
+    if left < num_steps:
+        return f"it may last {num_steps} optimizer steps, and this fit has {left}"
     return [dataclasses.replace(racers[0], plan=plan), *racers[1:]]
 
 
@@ -249,11 +272,11 @@ def _fitting(trainer: pl.Trainer, model: ReusableModel, racers: Sequence[Racer])
     kept = [racers[0]]
     for racer in racers[1:]:
         if racer.plan.peak_bytes > racers[0].plan.peak_bytes:
-            model.use(racer.plan)
+            model.sharded.use(racer.plan)
             dry_runs = in_step(partial(run_dry, trainer, model.sharded), stage="dry run")
             if any(dry_run.place for dry_run in dry_runs):
                 rank_zero_info(f"OSDP: {racer.name} is left out of the race, for its dry run ran out of memory.")
                 continue
         kept.append(racer)
-    model.use(racers[0].plan)
+    model.sharded.use(racers[0].plan)
     return kept

@@ -84,6 +84,16 @@ def test_plain_ones_treat_all_units_alike():
                 assert kept == {"whole" if each.name == "all DP" else "nothing"}
 
 
+@pytest.mark.parametrize("modes", [("DP",), ("ZDP",), ("DP", "ZDP")])
+def test_plain_ones_are_those_that_the_search_space_has(model, cluster, modes):
+    profile, ring = model(400, 400, 400), dataclasses.replace(cluster(2), overlaps=True)
+    space = SearchSpace(modes=modes)
+    plan = make_plan(profile, ring, memory_limit_bytes=2**40, micro_batch_size=2, search_space=space)
+    late = dataclasses.replace(plan, late_forward=tuple(unit.name for unit in plan.units if unit.name))
+    plain = {each.name for each in candidates(late, profile, ring) if each.is_plain}
+    assert plain == ({"all DP", "all ZDP"} if len(modes) > 1 else set())
+
+
 def test_plain_ones_are_looked_at_whatever_is_predicted_of_them(model, cluster):
     profile, ring = model(400, 400, 400), cluster(2, seconds_per_byte=0.01)
     plan = make_plan(profile, ring, memory_limit_bytes=2**40, micro_batch_size=2)

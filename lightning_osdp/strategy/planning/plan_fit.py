@@ -65,6 +65,8 @@ class Choice(NamedTuple):
     """Warning of batches larger than the profiled one."""
     profile: ModelProfile | None = None
     cluster: Cluster | None = None
+    is_raced: bool = False
+    """True if the plan is the one of a checkpoint that had won a race."""
 
 
 def choose_plan(
@@ -230,6 +232,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             plan = plan_for(nearer, policy)
     if request.saved_plan is not None:
         _log_plan_source(plan, why_anew)
+    is_raced = resumed is not None and resumed.is_raced and not why_anew
     if device.type == "cuda":
         plan = replace(plan, notes=(*plan.notes, UNVALIDATED))
     if plan.micro_batch_size == policy.max_micro_batch_size:
@@ -243,7 +246,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     is_unchanged = windows is None and plan.micro_batch_size == current and not is_scaled
     division = Division(None if is_unchanged else workload_of(plan), windows, sizes, profiler.peeked, is_scaled)
     watch = BatchWatch(profiler.batch, profiler.num_samples)
-    return Choice(plan, division, None, profiler.groups, watch, nearer, cluster)
+    return Choice(plan, division, None, profiler.groups, watch, nearer, cluster, is_raced)
 
 
 def _measured_cluster(trainer: pl.Trainer, module: pl.LightningModule, options: Options) -> Cluster:

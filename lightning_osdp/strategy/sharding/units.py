@@ -35,7 +35,7 @@ from lightning_osdp.apply import (
 )
 from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import Block, Plan, workload_of
+from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
@@ -69,7 +69,6 @@ class Units:
         model: the sharded model, which has the plan; None before setup.
         division: the micro-batches of an optimizer step.
         choice: the plan that units were made by, with what planning measured.
-        is_raced: True once their plan has won a race, in this fit or before the checkpoint that it goes on from.
     """
 
     def __init__(self, strategy: FSDPStrategy, options: Options) -> None:
@@ -77,7 +76,6 @@ class Units:
         self.model: ReusableModel | None = None
         self.division = Division()
         self.choice = Choice(None, self.division)
-        self.is_raced = False
         self._is_for_training = False
 
     @property
@@ -158,26 +156,27 @@ class Units:
                 state_dict_type = strategy._state_dict_type
                 publish(trainer, sharded.plan, choice.profile, choice.cluster, state_dict_type=state_dict_type)
         self.division, self.choice = choice.division, choice
-        self.is_raced = resumed is not None and resumed.is_raced
         self._is_for_training = trainer.state.fn == TrainerFn.FITTING
         _move_torchmetrics_to_device(module, strategy.root_device)
         plans = [plan for plan in (choice.plan, choice.given_plan) if plan is not None]
-        return ReusableModel(sharded, self._settings(), summaries, plans)
+        return ReusableModel(sharded, self._settings(), summaries, plans, is_raced=choice.is_raced)
 
     def _begin_fit(
         self, trainer: pl.Trainer, model: ReusableModel, resumed: entries.Resumed | None, *, is_new: bool
     ) -> None:
-        plan = model.sharded.plan
-        if plan is not None and not is_new:
+        planned = model.planned
+        if planned is not None and not is_new:
             if not self._is_for_training:
                 model.check_options(self.options)
-                check_agrees(plan, self.options)
+                check_agrees(planned, self.options)
             self._forget_division(trainer)
-            plan, self.division = divide_plan(trainer, plan, self.options, resumed)
-            is_changed = plan != model.sharded.plan
-            if is_changed:
+            plan, self.division = divide_plan(trainer, planned, self.options, resumed)
+            is_in_race = model.after_race is not None
+            if is_in_race:
+                model.after_race = plan  # comes into use once training begins, with nothing left of a broken step
+            elif plan != planned:
                 model.use(plan)
-            if is_changed or not self._is_for_training:
+            if is_in_race or plan != planned or not self._is_for_training:
                 publish(trainer, plan)
             self._is_for_training = True
         self.division.begin(trainer)
@@ -272,7 +271,9 @@ class ReusableModel:
 
     Attributes:
         sharded: the module.
-        before_race: the plan that it had before a race, until that is over; None at other times.
+        after_race: plan that it has after a race, until that is in use: the one before the race as long as none has
+            won. None at other times.
+        is_raced: True once its plan has won a race, in this fit or before the checkpoint that the plan is from.
     """
 
     def __init__(
@@ -281,15 +282,23 @@ class ReusableModel:
         settings: Mapping[str, str],
         summaries: Mapping[int, SimpleNamespace],
         plans: Iterable[Plan],
+        *,
+        is_raced: bool,
     ) -> None:
         self.sharded, self._settings, self._summaries = sharded, settings, summaries
-        self.before_race: Plan | None = None
+        self.after_race: Plan | None = None
+        self.is_raced = is_raced
         self._earlier_plans = [*plans]  # plans of the same units that were given, or did not fit in a dry run
         sharded.reusable = self
         module = sharded.module
         with_parameters = (child for child in module.modules() if any(True for _ in child.parameters()))
         self._handles = [child.register_state_dict_pre_hook(self) for child in with_parameters]
         self._handles.append(module._register_load_state_dict_pre_hook(partial(_reshard_before_load, self)))
+
+    @property
+    def planned(self) -> Plan | None:
+        """Plan in use or, in a race, the one that training goes on under after it."""
+        return self.after_race or self.sharded.plan
 
     def use(self, plan: Plan) -> None:
         """Changes to another plan with the same units, and perhaps other micro-batches."""
@@ -298,11 +307,17 @@ class ReusableModel:
         self.sharded.use(plan, may_divide=True)
         self._earlier_plans.append(before)
 
+    def begin_race(self) -> None:
+        """Notes the plan in use, before others take turns."""
+        self.after_race = self.sharded.plan
+        assert self.after_race is not None
+        self._earlier_plans.append(self.after_race)
+
     def end_race(self) -> None:
-        """Goes back to the plan before a race that an error broke off, unless micro-batches have changed since."""
-        plan, now, self.before_race = self.before_race, self.sharded.plan, None
-        if plan is not None and now is not None and workload_of(plan) == workload_of(now):
-            self.use(plan)
+        """Changes to the plan after a race that an error broke off, in which micro-batches may be others."""
+        if self.after_race is not None:
+            self.sharded.use(self.after_race, may_divide=True)
+        self.after_race = None
 
     def show_summaries(self, trainer: pl.Trainer) -> None:
         """Has a Trainer's `ModelSummary` print the summary of the whole model, where there is one of its depth."""
@@ -335,7 +350,7 @@ class ReusableModel:
 
     def check_options(self, options: Options) -> None:
         """Raises a `ConfigurationError`, on all ranks, if these options have another plan or memory limit."""
-        plan, given, memory_limit_bytes = self.sharded.plan, options.plan, options.memory_limit_bytes
+        plan, given, memory_limit_bytes = self.planned, options.plan, options.memory_limit_bytes
         assert plan is not None
         if isinstance(given, Path):
             path = given

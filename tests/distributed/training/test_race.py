@@ -1,5 +1,6 @@
 """Plans that take turns in the first steps of a fit: all steps train the same, and the fastest plan goes on."""
 
+import dataclasses
 import itertools
 import warnings
 from unittest import mock
@@ -12,8 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy, Plan, PlanMonitor, SearchSpace
+from lightning_osdp.callbacks import plan_monitor
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS
 from lightning_osdp.engine import engine_of
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.scheduler import Race
 from lightning_osdp.strategy import racing
 from tests.distributed.support.fits import shared_folder, trainer, without_measuring
@@ -42,14 +45,16 @@ class Validated(Net):
 class Recorder(L.Callback):
     """Record of the turns that optimizer steps were in, and of what was used in them."""
 
-    def __init__(self):
-        self.turns, self.used = [], {}
+    def __init__(self, stops_at):
+        self.turns, self.used, self.stops_at = [], {}, stops_at
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if (batch_idx + 1) % MICRO_BATCHES == 0:
             race = trainer.strategy._racing
             self.turns.append("" if race is None else race.turn)
             self.used[self.turns[-1]] = trainer.strategy.plan
+        if trainer.global_step == self.stops_at:
+            trainer.should_stop = True
 
 
 def stated(strategy, fastest):
@@ -100,11 +105,13 @@ def fitted(
     num_validated=1,
     module=None,
     precision="64-true",
+    stops_at=None,
+    accumulates=MICRO_BATCHES,
     **options,
 ):
     """A fit with validation, checkpoints, accumulation and clipping; the Trainer, the module and the record."""
     torch.manual_seed(5)
-    module, recorder = module_for(precision) if module is None else module, Recorder()
+    module, recorder = module_for(precision) if module is None else module, Recorder(stops_at)
     strategy = OSDPStrategy(race=race, batch_size="keep", search_space=space, memory_limit="1GiB")
     saved = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
     fit = trainer(
@@ -116,7 +123,7 @@ def fitted(
         max_epochs=epochs,
         limit_val_batches=num_validated,
         gradient_clip_val=0.5,
-        accumulate_grad_batches=MICRO_BATCHES,
+        accumulate_grad_batches=accumulates,
         default_root_dir=folder,
     )
     with without_measuring, mock.patch.object(racing, "StepClock", stated(strategy, fastest)):
@@ -129,6 +136,16 @@ def weights_of(fit, module):
     state = fit.strategy.whole_state_dict(on_all_ranks=True)
     buffers = {name for name, _ in module.named_buffers()}
     return {name: value for name, value in state.items() if name not in buffers}
+
+
+def is_known(fit, plan):
+    """True if a later Trainer of the model may be given this plan."""
+    units = fit.strategy._units
+    try:
+        units.model.check_options(dataclasses.replace(units.options, plan=plan))
+    except ConfigurationError:
+        return False
+    return True
 
 
 def how_it_runs(plan):
@@ -154,6 +171,7 @@ def races(**options):
                 "has left": not any(isinstance(callback, racing.Racing) for callback in fit.callbacks),
                 "note": plan.notes[-1].startswith(f"{name} won the race of ")
                 and " 2.00 s a step against 3.00 s of " in plan.notes[-1],
+                "known": {each for each, used in recorder.used.items() if each and is_known(fit, used)},
                 "turns": recorder.turns,
                 "number": len({repr(how_it_runs(each)) for each in recorder.used.values()}),
             }
@@ -161,19 +179,31 @@ def races(**options):
     return found
 
 
+def is_stored_as_raced(fit):
+    return "osdp_raced" in torch.load(fit.checkpoint_callback.best_model_path, weights_only=False)
+
+
 def resumes():
     """A fit that ends in mid-race and is resumed, and one that is resumed after its race; beside one without a race."""
     options, epochs = {"steps": -1, "num_validated": 0}, 8
     expected, module, _ = fitted(False, shared_folder(), epochs=epochs, **options)
     folder, later = shared_folder(), shared_folder()
-    first, _, recorder = fitted(True, folder, epochs=1, **options)
+    with mock.patch.object(plan_monitor, "show") as shown:
+        first, _, recorder = fitted(True, folder, epochs=epochs, stops_at=10, **options)
     path = folder / "step=10.ckpt"
     stored = torch.load(path, weights_only=False)["osdp_plan"]
     second, ours, again = fitted(True, later, fastest=-1, epochs=epochs, ckpt_path=path, **options)
     last = second.checkpoint_callback.best_model_path
     done, _, none = fitted(True, shared_folder(), epochs=epochs + 1, ckpt_path=last, **options)
+    otherwise, *_ = fitted(
+        True, shared_folder(), epochs=epochs + 1, ckpt_path=last, space=SearchSpace(min_unit_bytes=0), **options
+    )
+    weights = weights_of(second, ours)
+    reused, *_ = fitted(False, shared_folder(), epochs=1, module=ours, **options)
     return {
-        "apart": apart(weights_of(second, ours), weights_of(expected, module)),
+        "apart": apart(weights, weights_of(expected, module)),
+        "compared": shown.called,
+        "is raced": [is_stored_as_raced(each) for each in (first, second, done, otherwise, reused)],
         "ended in a turn": recorder.turns[-1] != "",
         "has its plan": how_it_runs(first.strategy.plan) == how_it_runs(Plan.load(folder / "osdp_plan.json")),
         "stored": how_it_runs(Plan.from_json(stored)) == how_it_runs(first.strategy.plan),
@@ -198,28 +228,60 @@ def out_of_memory():
     module, folder = Short().double(), shared_folder()
     with pytest.raises(torch.OutOfMemoryError) as raised:
         fitted(True, folder, module=module)
-    again, _, recorder = fitted(False, shared_folder(), module=module, steps=3)
+    is_racing, later = module.trainer.strategy.is_racing, shared_folder()
+    again, _, recorder = fitted(False, later, module=module, steps=3, accumulates=2 * MICRO_BATCHES)
     left = [callback for callback in again.callbacks if isinstance(callback, racing.Racing)]
-    is_back = how_it_runs(again.strategy.plan) == how_it_runs(Plan.load(folder / "osdp_plan.json"))
-    return str(raised.value), left, again.global_step, {*recorder.turns}, is_back
+    plan = again.strategy.plan
+    is_back = how_it_runs(plan) == how_it_runs(Plan.load(folder / "osdp_plan.json"))
+    is_written = plan == Plan.load(later / "osdp_plan.json") and plan.num_micro_batches == 2 * MICRO_BATCHES
+    return str(raised.value), is_racing, left, again.global_step, {*recorder.turns}, is_back, is_written
 
 
 class Holding(Validated):
-    """Keeps the graph of a forward that no backward comes to, so that no plan can change."""
+    """Keeps graphs of forwards that no backward comes to, so that no plan can change, from the end of a turn on."""
+
+    def __init__(self, is_turn, *, num_steps):
+        super().__init__()
+        self.is_turn, self.num_left, self.has_begun = is_turn, num_steps * MICRO_BATCHES, False
 
     def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == WARM_UP_STEPS + 1:
+        race, self.held = self.trainer.strategy._racing, None
+        is_last_step = race is not None and race.turn != "" and race._steps_left == 1
+        self.has_begun |= is_last_step and self.is_turn(race._race)
+        if self.has_begun and self.num_left > 0:
+            self.num_left -= 1
             self.held = self.loss(batch)
         return super().training_step(batch, batch_idx)
 
 
+FIRST, SECOND = ((lambda race, place=place: race.is_first_round and race.waiting[0] == place) for place in (0, 1))
+HOLDING = {
+    "plan's turn": (FIRST, STEPS),
+    "one step of another turn": (SECOND, 1),
+    "one step of the last turn": (lambda race: len(race.running) == 2 and len(race.waiting) == 1, 1),
+    "another turn": (SECOND, STEPS),
+}
+"""Turns at whose ends graphs are held, and for how many steps."""
+
+
 def held():
-    """Warnings of a race in which the plan cannot change, and what is left of it."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        fit, _, recorder = fitted(True, shared_folder(), module=Holding().double(), steps=12)
-    texts = [str(each.message) for each in told if "the race of plans ends" in str(each.message)]
-    return fit.global_step, fit.strategy.is_racing, recorder.turns[-1], texts
+    """Races in which the plan cannot change, what is left of each, and the plan of a fit after the last one."""
+    found = {}
+    for name, (is_turn, num_steps) in HOLDING.items():
+        folder, module = shared_folder(), Holding(is_turn, num_steps=num_steps).double()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            fit, _, recorder = fitted(True, folder, module=module)
+        plan, written, race = fit.strategy.plan, Plan.load(folder / "osdp_plan.json"), fit.strategy._racing
+        found[name] = {
+            "steps": (fit.global_step, fit.strategy.is_racing, recorder.turns[-1]),
+            "texts": [text for text in (str(each.message) for each in told) if "race of plans ends" in text],
+            "in use": [each.name for each in race._racers if how_it_runs(each.plan) == how_it_runs(plan)],
+            "is written": plan == written,
+            "is raced": is_stored_as_raced(fit),
+        }
+    again, *_ = fitted(False, shared_folder(), module=module, steps=3)
+    return found, how_it_runs(again.strategy.plan) == how_it_runs(written)
 
 
 EXPECTED = dict.fromkeys(["is winner", "is written", "is followed", "has left", "note"], True)
@@ -230,6 +292,7 @@ def check(found, *, most_apart):
     assert found["apart"] <= most_apart
     assert found["losses apart"] <= most_apart
     assert found["number"] >= 3
+    assert found["known"] == {"the plan"}
     turns = found["turns"]
     assert turns[:WARM_UP_STEPS] == [""] * WARM_UP_STEPS
     assert turns[-1] == ""
@@ -257,6 +320,8 @@ def test_a_fit_that_ends_in_a_race_is_resumed_and_one_that_has_had_a_race_has_no
     for found in ranks(2).run(resumes):
         assert found == {
             "apart": 0.0,
+            "compared": False,
+            "is raced": [False, True, True, False, True],
             "ended in a turn": True,
             "has its plan": True,
             "stored": True,
@@ -267,14 +332,22 @@ def test_a_fit_that_ends_in_a_race_is_resumed_and_one_that_has_had_a_race_has_no
 
 
 def test_an_error_in_a_turn_names_the_turn_and_leaves_nothing_of_the_race(ranks):
-    for text, left, steps, turns, is_back in ranks(2).run(out_of_memory):
+    for text, is_racing, left, steps, turns, is_back, is_written in ranks(2).run(out_of_memory):
         assert "nothing is left\nOSDP: rank " in text
         assert " in a race of plans: race=False trains without one." in text
-        assert (left, steps, turns, is_back) == ([], 3, {""}, True)
+        assert (is_racing, left, steps, turns, is_back, is_written) == (False, [], 3, {""}, True, True)
 
 
-def test_a_race_ends_where_the_plan_cannot_change(ranks):
-    for rank, (steps, is_racing, turn, texts) in enumerate(ranks(2).run(held)):
-        assert (steps, is_racing, turn) == (12, False, "")
-        assert len(texts) == (rank == 0)
-        assert all("has outputs of a forward that backward has not come to" in text for text in texts)
+def test_a_race_in_which_the_plan_cannot_change_ends_under_the_one_that_stays_as_soon_as_that_can(ranks):
+    for rank, (found, is_back) in enumerate(ranks(2).run(held)):
+        for name, each in found.items():
+            is_stuck, is_won = name == "another turn", name == "one step of the last turn"
+            assert each["steps"] == (STEPS, False, "")
+            assert len(each["texts"]) == (rank == 0)
+            stays = "winner" if is_won else "plan that it began with"
+            for text in each["texts"]:
+                assert "has outputs of a forward that backward has not come to" in text
+                assert text.endswith(f"Training goes on under the {stays} as soon as it can.")
+            assert (each["in use"] == ["the plan"], each["is written"]) == (not is_stuck, not is_stuck)
+            assert each["is raced"] == is_won
+        assert is_back

@@ -82,7 +82,7 @@ def new_trainer(options):
         accelerator="cpu",
         devices=options.devices,
         num_nodes=options.num_nodes,
-        max_steps=STEPS,
+        max_steps=100 if options.race else STEPS,  # as long as a race may last
         limit_val_batches=1,
         default_root_dir=options.folder,
         logger=False,
