@@ -58,6 +58,8 @@ class PlanMonitor(pl.Callback):
     - ``osdp/active_bytes``, ``osdp/reserved_bytes``, ``osdp/allocation_retries``: numbers of the allocator on CUDA, see
       `AllocatorPeaks`. The first retry causes a warning. The allocator's peaks are reset at each batch.
     - ``osdp/step_time_ratio`` (*), ``osdp/peak_ratio`` (*): measured over predicted, if the plan has a prediction.
+    - ``osdp/racer`` (*): the plan whose turn it is in a race, and after it the winner, by its number in the line that
+      begins the race.
 
     The first steps are left out, and on CPU the steps in which bytes are counted. Training never waits for a
     measurement. The monitor adds nothing to checkpoints. While plans race, values are those of the plan whose turn it
@@ -227,6 +229,9 @@ class PlanMonitor(pl.Callback):
                 self._latest["osdp/active_bytes"] = self._peak.allocator.active_bytes
                 self._latest["osdp/reserved_bytes"] = self._peak.allocator.reserved_bytes
                 self._latest["osdp/allocation_retries"] = self._peak.allocator.num_retries
+        racer = getattr(pl_module.trainer.strategy, "racer", None)
+        if racer is not None:
+            self._latest["osdp/racer"] = racer
         for name, value in self._latest.items():
             in_bar = self._progress_bar and not name.endswith(("_bytes", "_retries"))
             is_logged = self._logger and bool(pl_module.trainer.loggers)  # Lightning warns where there is none

@@ -86,8 +86,9 @@ class OSDPStrategy(FSDPStrategy):
         dry_run: True has training begin with a memory dry run, an optimizer step that each rank takes alone; where the
             step does not fit, all ranks change to a plan with less memory. ``"auto"``: on GPUs.
         race: True has plans that the module can change to take turns in the first optimizer steps, all of which train
-            the same up to rounding; the fastest goes on. ``"auto"``: where predictions leave open which that is, and
-            among plans that add up nothing in another order. Not with ``Trainer(deterministic=True)`` nor with `plan`.
+            the same up to rounding; the fastest goes on. They race again when steps have become slower. ``"auto"``:
+            where predictions leave open which is fastest, and among plans that add up nothing in another order. Not
+            with ``Trainer(deterministic=True)`` nor with `plan`.
         node_size: ranks of a node, between which links are faster than between nodes; None: as the ranks were started,
             by ``LOCAL_WORLD_SIZE`` or the Trainer's ``devices``. Plans are made for nodes of this size.
         cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (equation 1 of the paper).
@@ -163,6 +164,11 @@ class OSDPStrategy(FSDPStrategy):
     def is_racing(self) -> bool:
         """True while plans take turns in a race: `plan` is then the one whose turn it is."""
         return self._racing is not None and not self._racing.is_over
+
+    @property
+    def racer(self) -> int | None:
+        """Number, in the line that began the latest race, of the plan that has its turn or has won; None before one."""
+        return None if self._racing is None else self._racing.number
 
     @property
     def profile(self) -> ModelProfile | None:

@@ -1,4 +1,4 @@
-"""Race of plans in the first optimizer steps of a fit, after which training goes on under the fastest."""
+"""Races of plans: in the first optimizer steps of a fit, and again when its steps have become slower."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_osdp.callbacks.plan_monitor import StepClock
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.scheduler import Race, Racer, are_close, candidates
+from lightning_osdp.scheduler import WATCHED_STEPS, Pace, Race, Racer, are_close, candidates
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning.publish import write_plan
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, in_step, on_rank_zero
@@ -37,27 +37,35 @@ Turns that are taken again come on top of it.
 
 
 class Racing(pl.Callback):
-    """Callback that changes the plan between optimizer steps as a race says.
+    """Callback that changes the plan between optimizer steps as a race says, and has others when steps become slower.
 
     It stands before all others: a plan changes before anything of a batch has begun, and nothing that other callbacks
     do after a batch counts. Every step is one of training. Its seconds are those of the slowest rank, which ranks tell
-    each other at the end of each turn, so that no step waits for them.
+    each other at the end of each turn, or of `WATCHED_STEPS` after a race, so that no step waits for them.
 
     Args:
         trainer: whose fit begins.
         units: that it trains.
-        racers: the first one is the plan in use.
+        racers: the first one is the plan in use; alone, it has no race for now.
+        runs_dry: has later races without plans of more memory than the one in use, which need a dry run.
     """
 
-    def __init__(self, trainer: pl.Trainer, units: Units, racers: Sequence[Racer]) -> None:
-        self._units, self._racers = units, racers
-        self._race = Race.of([racer.is_plain for racer in racers])
-        self._clock = StepClock(trainer.strategy.root_device)
-        self._global_step, self._has_begun = trainer.global_step, False
-        self._steps_left = WARM_UP_STEPS  # of this turn, or before the first one
+    def __init__(self, trainer: pl.Trainer, units: Units, racers: Sequence[Racer], *, runs_dry: bool = False) -> None:
+        self._units, self._runs_dry = units, runs_dry
+        self._clock, self._pace = StepClock(trainer.strategy.root_device), Pace()
+        self._global_step = trainer.global_step
+        self._watched: Plan | None = None  # plan that the pace is of
+        self._set(racers)
+
+    def _set(self, racers: Sequence[Racer]) -> None:
+        """Sets who is to race next."""
+        self._racers, self._race = racers, Race.of([racer.is_plain for racer in racers])
         self._most_elements = self._num_again = self._num_refused = 0
+        self._has_begun = False
         self._is_decided = False  # no turn is left, and the plan that stays has to come into use
-        self.is_over = False
+        self.is_over = len(racers) == 1
+        # of this turn, or before the first one, or until the pace is looked at
+        self._steps_left = WATCHED_STEPS if self.is_over else WARM_UP_STEPS
 
     @property
     def _model(self) -> ReusableModel:
@@ -70,14 +78,28 @@ class Racing(pl.Callback):
         turn = self._race.turn if self._has_begun and not (self._is_decided or self.is_over) else None
         return "" if turn is None else self._racers[turn.racer].name
 
+    @property
+    def number(self) -> int | None:
+        """Number of the plan in use, from one, in the line that began the latest race; None before one."""
+        if len(self._racers) == 1:
+            return None
+        turn = self._race.turn if self._has_begun else None
+        place = self._race.winner if self._is_decided else None if turn is None else turn.racer
+        return 1 + (place or 0)  # the first one is in use before the first turn, and where no plan has won
+
     def begin(self, trainer: pl.Trainer) -> None:
-        """Begins, and says so."""
+        """Begins, and says so if plans race."""
         all_callbacks(trainer).insert(0, self)
+        if not self.is_over:
+            self._begin_race("")
+
+    def _begin_race(self, why: str) -> None:
         self._model.begin_race()
-        names, num_steps = ", ".join(racer.name for racer in self._racers), WARM_UP_STEPS + self._race.most_steps
+        names = ", ".join(f"{number}. {racer.name}" for number, racer in enumerate(self._racers, start=1))
+        num_steps = WARM_UP_STEPS + self._race.most_steps
         rank_zero_info(
-            f"OSDP: {len(self._racers)} plans take turns in about the next {num_steps} optimizer steps, all of which"
-            f" train the same, and the fastest goes on: {names}"
+            f"OSDP: {why}{len(self._racers)} plans take turns in about the next {num_steps} optimizer steps, all of"
+            f" which train the same, and the fastest goes on: {names}"
         )
 
     def end(self, trainer: pl.Trainer) -> None:
@@ -96,34 +118,45 @@ class Racing(pl.Callback):
         if not self.is_over:
             rank_zero_warn("OSDP: training ended under another plan than the race left; the next fit changes to that.")
 
+    @property
+    def _is_timed(self) -> bool:
+        """True unless steps are those of a plan that does not stay, and has no turn either."""
+        return self.is_over or not self._is_decided
+
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not self.is_over and self._steps_left == 0:
-            self._settle(trainer) if self._is_decided else self._next_turn(trainer)
-        if not (self.is_over or self._is_decided):
+        if self._steps_left == 0:
+            if self.is_over:
+                self._watch(trainer)
+            elif self._is_decided:
+                self._settle(trainer)
+            else:
+                self._next_turn(trainer)
+        if self._is_timed:
             self._clock.start()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.is_over:
-            return
-        if not self._is_decided:
+        if self._is_timed:
             self._clock.stop(num_samples=elements_in(batch))
         if trainer.global_step != self._global_step:  # else gradients accumulate, and the optimizer step comes later
             self._global_step = trainer.global_step
             self._steps_left -= 1
-            if not self._is_decided:
+            if self._is_timed:
                 self._clock.end_step()
+
+    def _taken(self) -> list[tuple[float, int]]:
+        """Seconds of each step since the last call, on the slowest rank, and elements of its batches on all ranks."""
+        by_step = zip(*all_gather_values([*self._clock.finished(wait=True)]), strict=True)
+        return [(max(each_s for each_s, _ in ranks), sum(number for _, number in ranks)) for ranks in by_step]
 
     def _next_turn(self, trainer: pl.Trainer) -> None:
         """Notes the turn that has ended, if any has begun, and changes to the plan of the next one or of the winner."""
-        by_step = [*zip(*all_gather_values([*self._clock.finished(wait=True)]), strict=True)]
-        seconds = [max(each_s for each_s, _ in ranks) for ranks in by_step]
-        elements = [sum(number for _, number in ranks) for ranks in by_step]
+        seconds, elements = zip(*self._taken(), strict=True)
         self._most_elements = max(self._most_elements, *elements)
         turn = self._race.turn if self._has_begun else None
         if turn is not None:
@@ -142,6 +175,24 @@ class Racing(pl.Callback):
         if not self._change(self._racers[turn.racer].plan):
             self._settle(trainer)
 
+    def _watch(self, trainer: pl.Trainer) -> None:
+        """Looks at the pace of the plan in use, and begins another race where it has fallen."""
+        plan = self._model.sharded.plan
+        if plan is not self._watched:  # `change_plan` was called, or there has been no race
+            self._pace, self._watched = Pace(), plan
+        self._pace, self._steps_left = self._pace.after(self._taken()), WATCHED_STEPS
+        if not self._pace.asks_for_race:
+            return
+        pace, self._pace = self._pace, dataclasses.replace(self._pace, num_steps=0)
+        racers = _racers(trainer, self._units, is_again=True)
+        if isinstance(racers, str):
+            return
+        racers = [each for each in racers if not self._runs_dry or each.plan.peak_bytes <= racers[0].plan.peak_bytes]
+        if len(racers) > 1:
+            self._set(racers)
+            taken, accepted = format_seconds(pace.latest_s), format_seconds(pace.accepted_s)
+            self._begin_race(f"steps take {taken}, and took {accepted} when the plan was accepted: ")
+
     def _decide(self) -> None:
         """Has the winner's plan stay, which checkpoints store from now on."""
         assert self._race.winner is not None
@@ -158,9 +209,12 @@ class Racing(pl.Callback):
             self._steps_left = self._num_refused
             return
         self.is_over, self._model.after_race = True, None
+        winner = self._race.winner
+        self._pace = Pace() if winner is None else Pace(self._race.median_s(winner), self._most_elements)
+        self._steps_left, self._watched = WATCHED_STEPS, self._model.sharded.plan
         if self._model.is_raced:
-            assert self._model.sharded.plan is not None
-            write_plan(trainer, self._model.sharded.plan)
+            assert self._watched is not None
+            write_plan(trainer, self._watched)
 
     def _change(self, plan: Plan) -> bool:
         """Changes the plan; if that is refused, the one in use stays for now on all ranks, which ends the race."""
@@ -171,7 +225,7 @@ class Racing(pl.Callback):
         except ConfigurationError as error:  # the same on all ranks
             self._num_refused += 1
             if self._num_refused == 1:
-                stays = "winner" if self._model.is_raced else "plan that it began with"
+                stays = "plan that it began with" if self._race.winner is None else "winner"
                 rank_zero_warn(
                     f"OSDP: the race of plans ends, for the plan in use cannot change: {error} Training goes on under"
                     f" the {stays} as soon as it can."
@@ -194,7 +248,7 @@ class Racing(pl.Callback):
 
 
 def race_of(trainer: pl.Trainer, units: Units, *, runs_dry: bool) -> Racing | None:
-    """The race that a fit begins with; None where there is none, which is said unless the user wants none.
+    """The races of a fit; None where there can be none. Where none begins now, it is said why if users want any.
 
     Args:
         trainer: whose fit begins.
@@ -203,18 +257,22 @@ def race_of(trainer: pl.Trainer, units: Units, *, runs_dry: bool) -> Racing | No
     """
     if units.options.race is False:
         return None
-    found = _reason_against(trainer, units) or _racers(trainer, units)
+    plan, model, why_never = units.sharded.plan, units.model, _reason_against(trainer, units)
+    assert model is not None
+    won = "training goes on under the winner of an earlier one" if model.is_raced else ""
+    found = why_never or won or _racers(trainer, units)
     if isinstance(found, str):
         rank_zero_info(f"OSDP: no race of plans, for {found}.")
+        found = []
+    elif runs_dry:
+        found = _fitting(trainer, model, found)
+    if plan is None or why_never:
         return None
-    assert units.model is not None
-    if runs_dry:
-        found = _fitting(trainer, units.model, found)
-    return Racing(trainer, units, found) if len(found) > 1 else None
+    return Racing(trainer, units, found or [Racer(name="the plan", plan=plan)], runs_dry=runs_dry)
 
 
 def _reason_against(trainer: pl.Trainer, units: Units) -> str:
-    """Reason why this fit has no race, whatever its plans are; empty for none."""
+    """Reason why this fit can have no race, whatever its plans are; empty for none."""
     plan, choice = units.sharded.plan, units.choice
     if torch.are_deterministic_algorithms_enabled():
         return (
@@ -223,9 +281,6 @@ def _reason_against(trainer: pl.Trainer, units: Units) -> str:
         )
     if not trainer.lightning_module.automatic_optimization:
         return "in manual optimization training_step says what an optimizer step is"
-    assert units.model is not None
-    if units.model.is_raced:
-        return "training goes on under the winner of an earlier one"
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
         return "fast_dev_run has too few steps"
     if plan is None or choice.profile is None or choice.cluster is None:
@@ -233,8 +288,11 @@ def _reason_against(trainer: pl.Trainer, units: Units) -> str:
     return "" if plan.step_time_s > 0 else "nothing is predicted of the micro-batches that training goes on in"
 
 
-def _racers(trainer: pl.Trainer, units: Units) -> Sequence[Racer] | str:
-    """Finds the same candidates on all ranks, the plan in use first; or says why they need no race."""
+def _racers(trainer: pl.Trainer, units: Units, *, is_again: bool = False) -> Sequence[Racer] | str:
+    """Finds the same candidates on all ranks, the plan in use first; or says why they need no race.
+
+    Predictions do not tell whether they need one that ``is_again``, for steps no longer take what they took.
+    """
     plan, choice, race = units.sharded.plan, units.choice, units.options.race
     assert plan is not None
 
@@ -245,7 +303,7 @@ def _racers(trainer: pl.Trainer, units: Units) -> Sequence[Racer] | str:
         first, *others = candidates(predicted, choice.profile, choice.cluster, engine=engine, may_round=race is True)
         if not others:
             return "no other plan that the module could change to is predicted to fit and to be nearly as fast"
-        if race == "auto" and not are_close([first, *others], choice.cluster):
+        if race == "auto" and not is_again and not are_close([first, *others], choice.cluster):
             return "predictions tell the plans apart"
         return [first, *others]
 

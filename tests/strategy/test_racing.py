@@ -134,6 +134,11 @@ def test_a_race_lasts_as_long_as_its_fit_at_most_and_a_tenth_of_it_unless_asked_
     assert found == ([*racers] if has_one else TOO_SHORT[race])
     trainer.estimated_stepping_batches = -1
     assert racing._racers(trainer, units) == [*racers]
+    monkeypatch.setattr(racing, "are_close", lambda *_: race is True)
+    told_apart = "predictions tell the plans apart"
+    assert racing._racers(trainer, units) == ([*racers] if race is True else told_apart)
+    assert racing._racers(trainer, units, is_again=True) == [*racers]
+    monkeypatch.setattr(racing, "are_close", lambda *_: True)
     monkeypatch.setattr(racing, "all_gather_values", lambda value: [value, num_steps])  # another rank knows its number
     assert racing._racers(trainer, units) == found
 

@@ -17,7 +17,7 @@ from lightning_osdp.callbacks import plan_monitor
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS
 from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.scheduler import Race
+from lightning_osdp.scheduler import Race, pace
 from lightning_osdp.strategy import racing
 from tests.distributed.support.fits import shared_folder, trainer, without_measuring
 from tests.distributed.support.parts import BLOCKS, MICRO_BATCHES, Net, apart
@@ -57,8 +57,11 @@ class Recorder(L.Callback):
             trainer.should_stop = True
 
 
-def stated(strategy, fastest):
-    """A clock by which steps take 2 s under the plan of this place in the race, and 3 s on one of the ranks else."""
+def stated(strategy, fastest, untried_s):
+    """A clock by which steps take 2 s under the plan of this place in the race, and 3 s on one of the ranks else.
+
+    Steps that are in no turn take ``untried_s``.
+    """
 
     class Clock:
         def __init__(self, device):
@@ -74,7 +77,8 @@ def stated(strategy, fastest):
         def end_step(self):
             turn, names = strategy._racing.turn, [racer.name for racer in strategy._racing._racers]
             slow_here = turn != "" and (names.index(turn) + dist.get_rank()) % 2
-            self.ended.append((2.0 if turn == names[fastest] else 3.0 if slow_here else 1.0, self.elements))
+            seconds = 2.0 if turn == names[fastest] else 3.0 if slow_here else 1.0 if turn else untried_s
+            self.ended.append((seconds, self.elements))
             self.elements = 0
 
         def finished(self, *, wait):
@@ -99,6 +103,7 @@ def fitted(
     folder,
     *,
     fastest=0,
+    untried_s=1.0,
     space=EVERY,
     steps=STEPS,
     epochs=-1,
@@ -126,7 +131,7 @@ def fitted(
         accumulate_grad_batches=accumulates,
         default_root_dir=folder,
     )
-    with without_measuring, mock.patch.object(racing, "StepClock", stated(strategy, fastest)):
+    with without_measuring, mock.patch.object(racing, "StepClock", stated(strategy, fastest, untried_s)):
         fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()), weights_only=False, **options)
     return fit, module, recorder
 
@@ -168,6 +173,7 @@ def races(**options):
                 "is winner": how_it_runs(plan) == how_it_runs(recorder.used[name]),
                 "is written": Plan.load(folder / "osdp_plan.json") == plan,
                 "is followed": monitor._plan is plan and monitor.measured.peak_bytes is not None,
+                "is logged": monitor.latest["osdp/racer"] == 1 + place % len(fit.strategy._racing._racers),
                 "has left": not any(isinstance(callback, racing.Racing) for callback in fit.callbacks),
                 "note": plan.notes[-1].startswith(f"{name} won the race of ")
                 and " 2.00 s a step against 3.00 s of " in plan.notes[-1],
@@ -210,6 +216,27 @@ def resumes():
         "raced again": len({*again.turns}) > 3 and again.turns[-1] == "",
         "raced after that": {*none.turns} != {""},
         "kept the winner": how_it_runs(done.strategy.plan) == how_it_runs(second.strategy.plan),
+    }
+
+
+def becomes_slower():
+    """Turns of a fit whose steps become slower after each race of two plans, and what is left and said of it."""
+    expected, module, _ = fitted(False, shared_folder(), steps=34)
+    folder, found = shared_folder(), racing.candidates
+    with (
+        mock.patch.object(racing, "candidates", lambda *args, **options: found(*args, **options)[:2]),
+        mock.patch.object(racing, "WATCHED_STEPS", 4),
+        mock.patch.object(pace, "STEPS_APART", 8),
+        mock.patch.object(racing, "rank_zero_info") as told,
+    ):
+        fit, ours, recorder = fitted(True, folder, fastest=1, untried_s=2.4, steps=34)
+    plan = fit.strategy.plan
+    return {
+        "apart": apart(weights_of(fit, ours), weights_of(expected, module)),
+        "turns": [(name, len([*steps])) for name, steps in itertools.groupby(recorder.turns)],
+        "won": sum("won the race of 2 plans" in note for note in plan.notes),
+        "is written": Plan.load(folder / "osdp_plan.json") == plan,
+        "told": [text for (text,), _ in told.call_args_list if "take turns" in text],
     }
 
 
@@ -284,7 +311,7 @@ def held():
     return found, how_it_runs(again.strategy.plan) == how_it_runs(written)
 
 
-EXPECTED = dict.fromkeys(["is winner", "is written", "is followed", "has left", "note"], True)
+EXPECTED = dict.fromkeys(["is winner", "is written", "is followed", "is logged", "has left", "note"], True)
 
 
 def check(found, *, most_apart):
@@ -329,6 +356,21 @@ def test_a_fit_that_ends_in_a_race_is_resumed_and_one_that_has_had_a_race_has_no
             "raced after that": False,
             "kept the winner": True,
         }
+
+
+def test_plans_race_again_when_steps_have_become_slower_but_not_too_often(ranks):
+    for found in ranks(2).run(becomes_slower):
+        assert (found["apart"], found["won"], found["is written"]) == (0.0, 2, True)
+        names, lengths = zip(*found["turns"], strict=True)
+        first, second = names[2], names[5]
+        assert names == ("", "the plan", first, "", "the plan", second, "")
+        assert lengths == (WARM_UP_STEPS, 3, 3, 8 + WARM_UP_STEPS, 3, 3, 10)
+        again = found["told"][1]
+        assert len(found["told"]) == 2
+        assert again.startswith(
+            "OSDP: steps take 2.40 s, and took 2.00 s when the plan was accepted: 2 plans take turns"
+        )
+        assert again.endswith(f": 1. the plan, 2. {second}")
 
 
 def test_an_error_in_a_turn_names_the_turn_and_leaves_nothing_of_the_race(ranks):
