@@ -12,21 +12,28 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from rich.console import RenderableType
 from typing_extensions import override
 
-from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, PeakCounter
+from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, PeakCounter, elements_in
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import samples_in
 from lightning_osdp.profiler.machine.stopwatch import Mark, between_s, mark, synchronize
 from lightning_osdp.report.tables import comparison_table, show
+from lightning_osdp.scheduler import WATCHED_STEPS, Pace
 
 _KEPT_STEPS = 1000
 """Number of latest steps that the medians of the final table are taken over."""
 _REFRESH_S = 1.0
 """Seconds between updates of the progress bar that logging does not cause; an update takes about a millisecond."""
+_NEAR_LIMIT = 0.97
+"""Peak over the memory limit from which on it is told, where it is also beyond `_MORE`."""
+_MORE = 1.01
+"""Peak over the predicted one."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,9 @@ class PlanMonitor(pl.Callback):
       begins the race.
 
     The first steps are left out, and on CPU the steps in which bytes are counted. Training never waits for a
-    measurement. The monitor adds nothing to checkpoints. While plans race, values are those of the plan whose turn it
+    measurement. It is said once of a plan if 50 steps in a row take 15% longer than its first ones with as large
+    batches, or if its peak is within 3% of the memory limit although less was predicted. The monitor adds nothing to
+    checkpoints. While plans race, values are those of the plan whose turn it
     is, and there is no peak; the final table is about the steps after the race.
 
     Args:
@@ -87,6 +96,9 @@ class PlanMonitor(pl.Callback):
         self._world_size = trainer.world_size
         self._num_steps, self._global_step, self._is_racing = 0, trainer.global_step, False
         self._shown_s, self._is_over, self._has_retried = 0.0, False, False
+        self._pace, self._has_slowed, self._is_near = Pace(), False, False
+        self._num_elements, self._elements = 0, deque[int]()  # of this step, and of steps that are not finished
+        self._watched: list[tuple[float, int]] = []  # seconds and elements of steps that the pace does not have yet
         self._latest = {}
 
     @property
@@ -155,14 +167,20 @@ class PlanMonitor(pl.Callback):
     ) -> None:
         size = 0 if self._plan is None else self._plan.micro_batch_size
         self._clock.stop(num_samples=samples_in(batch, (size,)))
+        self._num_elements += elements_in(batch)
         self._peak.stop()
         if trainer.global_step == self._global_step:
             return  # gradients accumulate, and the optimizer step comes later
         self._global_step = trainer.global_step
         warm_up_steps = 1 if self._is_racing else WARM_UP_STEPS
-        self._clock.end_step(counts=self._num_steps >= warm_up_steps and not self._peak.is_counting)
+        counts = self._num_steps >= warm_up_steps and not self._peak.is_counting
+        self._clock.end_step(counts=counts)
+        if counts:
+            self._elements.append(self._num_elements)
+        self._num_elements = 0
         self._peak.end_step(num_steps=self._num_peak_steps)
         self._warn_over_limit(trainer)
+        self._tell_near_limit()
         self._warn_of_retries(trainer)
         self._num_steps += 1
         is_due = trainer._logger_connector.should_update_logs
@@ -190,6 +208,19 @@ class PlanMonitor(pl.Callback):
                 stacklevel=2,
             )
 
+    def _tell_near_limit(self) -> None:
+        """Tells, once, that hardly anything of the memory limit is left although more was predicted to be."""
+        assert self._plan is not None
+        peak_bytes, limit_bytes = self._peak.peak_bytes or 0, self._plan.memory_limit_bytes
+        nearest_bytes = max(_NEAR_LIMIT * limit_bytes, _MORE * self._plan.peak_bytes)
+        if nearest_bytes < peak_bytes <= limit_bytes and not self._is_near:
+            self._is_near = True
+            rank_zero_info(
+                f"OSDP: step {self._num_steps + 1} took {format_bytes(peak_bytes)} on rank 0, which leaves"
+                f" {format_bytes(limit_bytes - peak_bytes)} of memory_limit ({format_bytes(limit_bytes)});"
+                f" {format_bytes(self._plan.peak_bytes)} was predicted."
+            )
+
     def _warn_of_retries(self, trainer: pl.Trainer) -> None:
         """Warns, once, of the first step in which the allocator returned its cache to the device."""
         peaks = self._peak.allocator
@@ -208,6 +239,21 @@ class PlanMonitor(pl.Callback):
         finished = list(self._clock.finished(wait=wait))
         self._steps.extend(finished)
         self._unlogged += finished
+        self._watched += [(seconds, self._elements.popleft()) for seconds, _ in finished]
+        while len(self._watched) >= WATCHED_STEPS:
+            self._pace = self._pace.after(self._watched[:WATCHED_STEPS])
+            del self._watched[:WATCHED_STEPS]
+            self._tell_slower()
+
+    def _tell_slower(self) -> None:
+        """Tells, once, that steps take longer than the plan's first ones."""
+        if self._pace.is_slower and not self._has_slowed:
+            self._has_slowed = True
+            rank_zero_info(
+                f"OSDP: a step takes {format_seconds(self._pace.latest_s)}, the median of the last {WATCHED_STEPS}, and"
+                f" took {format_seconds(self._pace.accepted_s)} in the plan's first ones: something else may use the"
+                " device or the links."
+            )
 
     def _log(self, pl_module: pl.LightningModule) -> None:
         assert self._plan is not None
