@@ -17,7 +17,7 @@ from lightning_osdp.callbacks import plan_monitor
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS
 from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.scheduler import Race, pace
+from lightning_osdp.scheduler import Race, candidates, pace
 from lightning_osdp.strategy import racing
 from tests.distributed.support.fits import shared_folder, trainer, without_measuring
 from tests.distributed.support.parts import BLOCKS, MICRO_BATCHES, Net, apart
@@ -112,6 +112,7 @@ def fitted(
     precision="64-true",
     stops_at=None,
     accumulates=MICRO_BATCHES,
+    num_racers=None,
     **options,
 ):
     """A fit with validation, checkpoints, accumulation and clipping; the Trainer, the module and the record."""
@@ -131,7 +132,11 @@ def fitted(
         accumulate_grad_batches=accumulates,
         default_root_dir=folder,
     )
-    with without_measuring, mock.patch.object(racing, "StepClock", stated(strategy, fastest, untried_s)):
+    with (
+        without_measuring,
+        mock.patch.object(racing, "StepClock", stated(strategy, fastest, untried_s)),
+        mock.patch.object(racing, "candidates", lambda *args, **given: candidates(*args, **given)[:num_racers]),
+    ):
         fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()), weights_only=False, **options)
     return fit, module, recorder
 
@@ -191,7 +196,7 @@ def is_stored_as_raced(fit):
 
 def resumes():
     """A fit that ends in mid-race and is resumed, and one that is resumed after its race; beside one without a race."""
-    options, epochs = {"steps": -1, "num_validated": 0}, 8
+    options, epochs = {"steps": -1, "num_validated": 0, "num_racers": 3}, 4
     expected, module, _ = fitted(False, shared_folder(), epochs=epochs, **options)
     folder, later = shared_folder(), shared_folder()
     with mock.patch.object(plan_monitor, "show") as shown:
@@ -222,14 +227,13 @@ def resumes():
 def becomes_slower():
     """Turns of a fit whose steps become slower after each race of two plans, and what is left and said of it."""
     expected, module, _ = fitted(False, shared_folder(), steps=34)
-    folder, found = shared_folder(), racing.candidates
+    folder = shared_folder()
     with (
-        mock.patch.object(racing, "candidates", lambda *args, **options: found(*args, **options)[:2]),
         mock.patch.object(racing, "WATCHED_STEPS", 4),
         mock.patch.object(pace, "STEPS_APART", 8),
         mock.patch.object(racing, "rank_zero_info") as told,
     ):
-        fit, ours, recorder = fitted(True, folder, fastest=1, untried_s=2.4, steps=34)
+        fit, ours, recorder = fitted(True, folder, fastest=1, untried_s=2.4, steps=34, num_racers=2)
     plan = fit.strategy.plan
     return {
         "apart": apart(weights_of(fit, ours), weights_of(expected, module)),
@@ -281,12 +285,11 @@ class Holding(Validated):
         return super().training_step(batch, batch_idx)
 
 
-FIRST, SECOND = ((lambda race, place=place: race.is_first_round and race.waiting[0] == place) for place in (0, 1))
+HELD_STEPS = 30
 HOLDING = {
-    "plan's turn": (FIRST, STEPS),
-    "one step of another turn": (SECOND, 1),
+    "one step of another turn": (lambda race: race.is_first_round and race.waiting[0] == 1, 1),
     "one step of the last turn": (lambda race: len(race.running) == 2 and len(race.waiting) == 1, 1),
-    "another turn": (SECOND, STEPS),
+    "another turn": (lambda race: race.is_first_round and race.waiting[0] == 1, HELD_STEPS),
 }
 """Turns at whose ends graphs are held, and for how many steps."""
 
@@ -298,7 +301,7 @@ def held():
         folder, module = shared_folder(), Holding(is_turn, num_steps=num_steps).double()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            fit, _, recorder = fitted(True, folder, module=module)
+            fit, _, recorder = fitted(True, folder, module=module, num_racers=3, steps=HELD_STEPS)
         plan, written, race = fit.strategy.plan, Plan.load(folder / "osdp_plan.json"), fit.strategy._racing
         found[name] = {
             "steps": (fit.global_step, fit.strategy.is_racing, recorder.turns[-1]),
@@ -384,7 +387,7 @@ def test_a_race_in_which_the_plan_cannot_change_ends_under_the_one_that_stays_as
     for rank, (found, is_back) in enumerate(ranks(2).run(held)):
         for name, each in found.items():
             is_stuck, is_won = name == "another turn", name == "one step of the last turn"
-            assert each["steps"] == (STEPS, False, "")
+            assert each["steps"] == (HELD_STEPS, False, "")
             assert len(each["texts"]) == (rank == 0)
             stays = "winner" if is_won else "plan that it began with"
             for text in each["texts"]:
