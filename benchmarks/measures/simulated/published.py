@@ -67,6 +67,8 @@ class Case:
     gib: float | None = None
     allocated: bool = False
     """True if `gib` are of tensors, and not what the allocator reserved."""
+    holds_less: bool = False
+    """True if what was run holds less than the eager step that is predicted, so that `gib` judge no prediction."""
     tokens_per_s: float | None = None
     step_s: float | None = None
     """Seconds of a step, where it is not stated of how many tokens."""
@@ -237,12 +239,15 @@ def speed_errors(rows: Sequence[Row], sets: Sequence[str]) -> list[float]:
 
 
 def memory_errors(rows: Sequence[Row]) -> list[float]:
-    """Relative errors of memory; of a set whose checkpointing is not stated, of the difference to its first row."""
+    """Relative errors of memory, of rows that can be stated.
+
+    Of a set whose checkpointing is not stated, they are of the difference to its first row.
+    """
     found = []
     first = {row["case"]["set"]: row for row in reversed(rows)}
     for row in rows:
         case, other = row["case"], first[row["case"]["set"]]
-        if not case["gib"] or (case["set"] == _DIFFERENCE and row is other):
+        if not case["gib"] or case.get("holds_less") or (case["set"] == _DIFFERENCE and row is other):
             continue
         error = row["predicted_gib"] - case["gib"]
         if case["set"] == _DIFFERENCE:
