@@ -372,9 +372,10 @@ def _is_read(
     needs_none = {*names} == {operator.name for operator in operators} or all(
         first <= trained_from for first, _ in calls
     )
+    if "" in names or not needs_none or any(operator.is_read for operator in operators):
+        return True
     again = {*profile.rerun, *(name for each in profile.rerun.values() for name in each.modules)}
-    may_run_again = not again.isdisjoint(names) or any(block.name in names for block in profile.blocks)
-    return "" in names or not needs_none or may_run_again or any(operator.is_read for operator in operators)
+    return not again.isdisjoint(names) or any(block.name in names for block in profile.blocks)
 
 
 def _calls(profile: ModelProfile, name: str, modules: Collection[str] | None) -> tuple[Span, ...]:

@@ -40,6 +40,11 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
     segments: list[Segment] = []
     rerun = dict(profile.rerun)
     copied: list[tuple[Span, Affine]] = []
+    modules: dict[str, list[str]] = {name: [] for name in chosen}
+    for name in profile.spans:
+        for end, letter in enumerate(name):
+            if letter == "." and name[:end] in modules:
+                modules[name[:end]].append(name)
     fewer = ZERO
     """Bytes that the blocks so far do not save and would have saved with ``keep``."""
     for block in (block for block in profile.blocks if block.name in chosen):
@@ -51,8 +56,7 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
         fewer += freed_bytes(profile, block, choice)
         if effects.reruns:
             segments[last] = replace(segments[last], backward_s=segments[last].backward_s + effects.rerun_s)
-            modules = tuple(name for name in profile.spans if name.startswith(f"{block.name}."))
-            rerun[block.name] = Rerun(block.span, block.reruns_early, modules)
+            rerun[block.name] = Rerun(block.span, block.reruns_early, tuple(modules[block.name]))
         if effects.copied_bytes != ZERO:
             copied.append((block.span, effects.copied_bytes))
     segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) :]]
@@ -64,11 +68,13 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
 
 def _outermost(rerun: Mapping[str, Rerun]) -> dict[str, Rerun]:
     """Parts that no other part surrounds: units of an inner part are gathered for the outer one, and stay gathered."""
-    outer: dict[str, Rerun] = {}
-    for name, again in sorted(rerun.items(), key=lambda item: item[1].span[0] - item[1].span[1]):
-        if not any(around.surrounds(*again.span) for around in outer.values()):
-            outer[name] = again
-    return outer
+    outer, end = set[str](), -1
+    for name, again in sorted(rerun.items(), key=lambda item: (item[1].span[0], -item[1].span[1])):
+        if again.span[1] > end:
+            outer.add(name)
+            end = again.span[1]
+    longest_first = sorted(rerun.items(), key=lambda item: item[1].span[0] - item[1].span[1])
+    return {name: again for name, again in longest_first if name in outer}
 
 
 def _with_recomputed(
