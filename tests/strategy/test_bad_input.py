@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 
 import lightning as L
 import pytest
@@ -196,13 +197,22 @@ class Executed:
         return os.mkdir, (self.path,)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Paths of checkpoints by kind, each of which the first test that asks for it saves."""
+    return {kind: tmp_path_factory.mktemp("saved") / f"{kind}.ckpt" for kind in ("full", "sharded")}
+
+
 @pytest.fixture
-def resumed(fit, tmp_path):
+def resumed(fit, saved, tmp_path):
     """Resumes with a checkpoint of one kind after it was changed."""
 
     def run(kind, change, module=None):
         path = tmp_path / "last.ckpt"
-        fit(Net(), strategy=OSDPStrategy(memory_limit="1GiB", state_dict_type=kind)).save_checkpoint(path)
+        if not saved[kind].exists():
+            strategy = OSDPStrategy(memory_limit="1GiB", state_dict_type=kind)
+            fit(Net(), strategy=strategy).save_checkpoint(saved[kind])
+        (shutil.copytree if saved[kind].is_dir() else shutil.copy)(saved[kind], path)
         change(path)
         fit(module or Net(), ckpt_path=path, max_steps=2)
 

@@ -145,6 +145,19 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_is_profiled
 
 
 @pytest.fixture
+def requests(monkeypatch):
+    """Requests for plans, each with what it is asked for: a profile, micro-batches and what shows progress."""
+    found, plan = [], plan_request.PlanRequest.plan
+
+    def noted(request, *given):
+        found.append((request, given))
+        return plan(request, *given)
+
+    monkeypatch.setattr(plan_request.PlanRequest, "plan", noted)
+    return found
+
+
+@pytest.fixture
 def resumed(fit, monkeypatch):
     """Goes on from a checkpoint of `Deep`: its plan, what is said of that, and whether it was searched."""
     texts, searched = [], []
@@ -166,13 +179,9 @@ def resumed(fit, monkeypatch):
     return run
 
 
-def changed(path, **fields):
-    """The checkpoint with other fields in its plan."""
-    checkpoint = torch.load(path, weights_only=True)
-    document = json.loads(checkpoint["osdp_plan"])
-    checkpoint["osdp_plan"] = json.dumps({**document, **fields})
-    torch.save(checkpoint, path.with_name("changed.ckpt"))
-    return path.with_name("changed.ckpt")
+def changed(plan, **fields):
+    """JSON of a plan, given as JSON, with other fields."""
+    return json.dumps({**json.loads(plan), **fields})
 
 
 def as_decided(plan):
@@ -187,7 +196,10 @@ def test_a_resumed_run_keeps_its_plan_where_that_is_what_it_would_be_made_for(fi
     assert 0 < len(before.blocks) < 3
 
     # its predictions are made anew, whatever the file says
-    for given, now_bytes in ((path, limit_bytes), (changed(path, peak_bytes=2**40), before.peak_bytes)):
+    checkpoint = torch.load(path, weights_only=True)
+    wrong = path.with_name("wrong.ckpt")
+    torch.save({**checkpoint, "osdp_plan": changed(checkpoint["osdp_plan"], peak_bytes=2**40)}, wrong)
+    for given, now_bytes in ((path, limit_bytes), (wrong, before.peak_bytes)):
         plan, text, is_searched = resumed(given, memory_limit=f"{now_bytes}B")
         assert not is_searched
         assert as_decided(plan) == as_decided(before)
@@ -196,8 +208,8 @@ def test_a_resumed_run_keeps_its_plan_where_that_is_what_it_would_be_made_for(fi
         assert text == f"OSDP: training goes on under the checkpoint's plan, which is predicted to take {told}"
         assert plan.step_time_s > 0
 
-    def anew(given=path, memory_limit=limit_bytes, **options):
-        plan, text, is_searched = resumed(given, memory_limit=f"{memory_limit}B", **options)
+    def anew(memory_limit=limit_bytes, **options):
+        plan, text, is_searched = resumed(path, memory_limit=f"{memory_limit}B", **options)
         assert is_searched
         assert 0 < plan.peak_bytes <= plan.memory_limit_bytes == memory_limit
         start = "OSDP: planned anew, not as in the checkpoint: "
@@ -212,16 +224,28 @@ def test_a_resumed_run_keeps_its_plan_where_that_is_what_it_would_be_made_for(fi
     assert re.match(r"memory_limit .* is larger than .*, which it was made for\.$", text)
     _, text = anew(precision="bf16-mixed")
     assert text == "its units gather parameters in another precision."
-    _, text = anew(search_space=SearchSpace(slices=(1,)))
-    assert text == "search_space is another one than it was made with."
-    _, text = anew(forward_prefetch=True)
-    assert text == "forward_prefetch is another one than it was made with."
-    _, text = anew(changed(path, world_size=2))
-    assert text == "the plan is for 2 ranks, this run has 1."
-    _, text = anew(changed(path, micro_batch_size=32))
-    assert text == "it is for 32 samples x 1 micro-batches, and training goes on in others."
-    _, text = anew(changed(path, schema_version=99))
-    assert re.match(r"Expected the plan in .* to have schema_version \d, got 99\. .* wrote the plan\.$", text)
+
+
+def test_a_plan_that_was_made_for_something_else_is_not_kept(fit, resumed, requests):
+    _, _, path = fit("first", module=Deep(), batch_size="keep")
+    assert not resumed(path)[2]
+    request, given = requests[-1]
+
+    def why(*, space=request.search_space, ahead=request.engine, **fields):
+        saved = changed(request.saved_plan, **fields)
+        asked = dataclasses.replace(request, saved_plan=saved, search_space=space, engine=ahead)
+        return asked.plan(*given)[1]
+
+    assert why() == ""
+    assert why(space=SearchSpace(slices=(1,))) == "search_space is another one than it was made with"
+    ahead = dataclasses.replace(request.engine, forward_prefetch=True)
+    assert why(ahead=ahead) == "forward_prefetch is another one than it was made with"
+    assert why(world_size=2) == "the plan is for 2 ranks, this run has 1"
+    text = "it is for 32 samples x 1 micro-batches, and training goes on in others"
+    assert why(micro_batch_size=32) == text
+    assert re.match(
+        r"Expected the plan in .* to have schema_version \d, got 99\. .* wrote the plan$", why(schema_version=99)
+    )
 
 
 def test_memory_that_happens_to_be_free_is_no_larger_limit(fit, resumed, monkeypatch):
