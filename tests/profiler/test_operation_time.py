@@ -18,6 +18,7 @@ from lightning_osdp.profiler.step.fake_model import faked
 from tests.profiler.entangled_models import MODELS
 from tests.profiler.traced import CPU, PRECISIONS, module_step
 from tests.this_cpu import skip_what_it_lacks
+from tests.tiers import in_turn
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -151,8 +152,7 @@ def test_each_distinct_operation_is_asked_for_once():
     assert len(asked) == len(set(asked)) == 2
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"SkipsLayers"}))
+@pytest.mark.parametrize(("name", "precision"), in_turn(sorted(MODELS.keys() - {"SkipsLayers"}), PRECISIONS))
 def test_every_operation_of_a_step_can_be_replayed(name, precision):
     operations = recorded_step(name, precision)
     before = torch.get_rng_state()

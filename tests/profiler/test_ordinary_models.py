@@ -1,5 +1,6 @@
 """The profiler on models as people write them: it understands them, and leaves them as they were."""
 
+import functools
 import random
 
 import pytest
@@ -39,10 +40,16 @@ def test_profiling_leaves_the_model_as_it_was(name):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if "BatchNorm" not in repr(m))
 
 
+@functools.cache
+def profiled(name):
+    """A model and its profile."""
+    model = MODELS[name]()
+    return model, profile_model(model, model.batch())
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_counts_once(name):
-    model = MODELS[name]()
-    profile = profile_model(model, model.batch())
+    model, profile = profiled(name)
     parameters = list(model.parameters())
     assert sum(operator.parameter_bytes for operator in profile) == sum(
         p.numel() * p.element_size() for p in parameters
@@ -55,8 +62,7 @@ def test_every_parameter_counts_once(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_lie_within_forward(name):
-    model = MODELS[name]()
-    profile = profile_model(model, model.batch())
+    _, profile = profiled(name)
     names = {operator.name for operator in profile} - {""}
     assert profile.loss.operator == ""
     assert {segment.operator for segment in profile.segments[:-1]} <= names

@@ -15,6 +15,7 @@ from lightning_osdp.profiler.rerun_time import block_operations
 from lightning_osdp.profiler.step.run_step import StepRunner
 from lightning_osdp.profiler.tracing.trace import trace_step
 from tests.profiler.traced import CPU
+from tests.tiers import in_turn
 
 WIDTH, LENGTH, HEADS = 16, 8, 2
 RATES = DeviceRates(flops_per_s={"float32": 1e9}, bytes_per_s=1e30)
@@ -141,8 +142,7 @@ def test_products_that_run_again_are_those_that_torch_runs_again(kind, expected)
         assert found == [forward, again]
 
 
-@pytest.mark.parametrize("num_blocks", [3, 12])  # of twelve, a few stand for all
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "num_blocks"), in_turn(KINDS, [3, 12]))  # of twelve, a few stand for all
 def test_seconds_of_running_again_are_those_of_what_runs_again(kind, num_blocks):
     model = Model(kind, num_blocks)
     profile = profile_model(model, torch.randn(4, LENGTH, WIDTH), rates=RATES)

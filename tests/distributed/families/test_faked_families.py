@@ -13,7 +13,7 @@ from lightning_osdp.profiler.step.fake_model import faked
 from tests.distributed.support.families import FAMILIES
 from tests.distributed.support.models import MODELS
 from tests.profiler.traced import CPU, PRECISIONS, both, deepened, real_and_fake
-from tests.tiers import but_slow, slow
+from tests.tiers import but_slow, in_turn, slow
 
 HEADS = 4
 ROUNDING = 0 if torch.__version__ >= (2, 13) else 0.01
@@ -33,8 +33,7 @@ def compare(model, size, precision):
     return real_and_fake(model, batch, size, lambda model, batch: model.loss(batch), precision)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", OF_THIS_FOLDER)
+@pytest.mark.parametrize(("name", "precision"), in_turn(OF_THIS_FOLDER, PRECISIONS))
 def test_a_step_on_fakes_takes_the_same_bytes(name, precision):
     for size in (None, 7):
         real, fake = compare(MODELS[name](), size, precision)

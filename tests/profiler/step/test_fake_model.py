@@ -17,13 +17,13 @@ from lightning_osdp.profiler.step.fake_model import faked
 from tests.profiler.entangled_models import MODELS
 from tests.profiler.ordinary_models import Model
 from tests.profiler.traced import CPU, PRECISIONS, module_step, real_and_fake
+from tests.tiers import in_turn
 
 READS_VALUES = {"SkipsLayers"}
 FIXED_SIZE = {"Recurrent", "OneSample"}  # one reshapes to its batch size, the other has one sample
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - READS_VALUES))
+@pytest.mark.parametrize(("name", "precision"), in_turn(sorted(MODELS.keys() - READS_VALUES), PRECISIONS))
 def test_a_step_on_fakes_takes_the_same_bytes(name, precision):
     for size in (None,) if name in FIXED_SIZE else (None, 7):
         model = MODELS[name]()
@@ -148,8 +148,7 @@ def everything(module):
     return state, identities, torch.get_rng_state(), random.getstate(), [dict(vars(m)) for m in module.modules()]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "fails"), in_turn(MODELS, [False, True]))
 def test_everything_is_as_before_also_after_an_error(name, fails):
     model, batch = MODELS[name](), MODELS[name].batch()
     model.list_in_tuple = ([torch.ones(2)],)

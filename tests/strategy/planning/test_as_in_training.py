@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_osdp import Cluster, OSDPStrategy
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.strategy.planning import plan_fit
+from tests.tiers import in_turn, slow
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -174,8 +175,7 @@ def fit(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("batch_size", ["divide", 3], ids=str)
-@pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize(("batch_size", "is_manual"), in_turn(["divide", 3], [False, True]))
 def test_all_that_a_step_can_read_is_what_it_reads_in_training(fit, caplog, batch_size, is_manual):
     seen = []
     fit(Reader(seen.append, is_manual=is_manual), batch_size=batch_size)
@@ -202,11 +202,26 @@ def test_loaders_that_a_hook_has_asked_for_are_made_anew_as_planned(fit):
     assert sizes == [3, 3, 3]
 
 
+BEGUN = {f"in-{step}": (step // 3, step) for step in range(1, 7)} | {
+    "after-0": (1, 3),
+    "after-1": (2, 6),
+    "end": (2, 6),
+}
+"""Epochs and optimizer steps in which runs go on, by checkpoints: in epochs, after them, and at the end."""
+
+
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint")
-@pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
-def test_a_step_of_a_resumed_run_reads_where_training_goes_on(fit, tmp_path, is_manual):
+@pytest.mark.parametrize(
+    ("is_manual", "names"),
+    [
+        (False, ("after-0", "end", "in-2", "in-4", "in-6")),
+        (True, ("after-1", "in-1", "in-3", "in-5")),
+        *(slow(is_manual, tuple(BEGUN)) for is_manual in (False, True)),
+    ],
+)
+def test_a_step_of_a_resumed_run_reads_where_training_goes_on(fit, tmp_path, is_manual, names):
     folder, named = tmp_path / "saved", {"auto_insert_metric_name": False, "save_top_k": -1}
     callbacks = [
         ModelCheckpoint(folder, filename="in-{step}", every_n_train_steps=1, **named),
@@ -214,15 +229,12 @@ def test_a_step_of_a_resumed_run_reads_where_training_goes_on(fit, tmp_path, is_
     ]
     trainer = fit(Scheduled(lambda _: None, is_manual=is_manual), max_epochs=2, callbacks=callbacks)
     trainer.save_checkpoint(folder / "end.ckpt")
-    paths = sorted(folder.glob("*.ckpt"))
-    assert len(paths) == 9
-    begun = set()
-    for path in paths:
+    assert {path.stem for path in folder.glob("*.ckpt")} == set(BEGUN)
+    for name in names:
         seen = []
-        trainer = fit(Scheduled(seen.append, is_manual=is_manual), max_epochs=4, ckpt_path=path)
+        trainer = fit(Scheduled(seen.append, is_manual=is_manual), max_epochs=3, ckpt_path=folder / f"{name}.ckpt")
         first = next(place for place, (is_training, _) in enumerate(seen) if is_training)
         assert first > 1
-        assert {counts for _, counts in seen[: first + 1]} == {seen[first][1]}, path.name
-        begun.add(seen[first][1][:2])
-        assert (trainer.current_epoch, trainer.global_step) == (4, 12)
-    assert begun == {(0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (2, 6)}
+        assert {counts for _, counts in seen[: first + 1]} == {seen[first][1]}, name
+        assert seen[first][1][:2] == BEGUN[name], name
+        assert (trainer.current_epoch, trainer.global_step) == (3, 9)
