@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_osdp.stationary import Ranks, is_stationary, make_stationary
 from lightning_osdp.stationary.exchanges import Call, gather, sum_up, to_features, to_samples
+from tests.tiers import in_turn
 
 pytestmark = pytest.mark.distributed
 
@@ -168,9 +169,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(("dtype", "optimizer", "tolerance"), CASES)
-def test_five_steps_equal_one_process(ranks, world_size, dtype, optimizer, tolerance):
+@pytest.mark.parametrize(("case", "world_size"), in_turn(CASES, [2, 4]))
+def test_five_steps_equal_one_process(ranks, case, world_size):
+    dtype, optimizer, tolerance = case
     for found in ranks(world_size).run(trains, dtype=dtype, optimizer=optimizer):
         assert found.pop("weights") < tolerance
         assert found.pop("norms") < tolerance

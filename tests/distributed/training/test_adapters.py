@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,21 +75,31 @@ def slow_cluster():
 
 
 def planned(num_micro_batches, share=None):
-    """The plan where communication overlaps, with room for this share of what may be resident, or without limit."""
+    """The plan where communication overlaps, with room for this share of what may be resident, or without limit.
+
+    Rank 0 makes it for all: ranks share cores.
+    """
+    profile = profile_of(Lora().double())
+    made = [_planned(profile, num_micro_batches, share) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    return made[0]
+
+
+def _planned(profile, num_micro_batches, share):
     arguments = {
         "micro_batch_size": BatchPolicy.fixed(BATCH_SIZE, num_micro_batches),
         "search_space": SearchSpace(slices=(1,), activations=("keep",)),
         "engine": FSDP2(backward_prefetch="pre", forward_prefetch=True),
     }
     cluster = slow_cluster()
-    plan = make_plan(profile_of(Lora().double()), cluster, memory_limit_bytes=2**40, **arguments)
+    plan = make_plan(profile, cluster, memory_limit_bytes=2**40, **arguments)
     if share is None:
         return plan
     least = plan.peak_bytes - sum(
         unit.parameter_bytes for unit in plan.units if effects_of(unit.treatments[0]).is_resident
     )
     limit_bytes = int(least + share * (plan.peak_bytes - least))
-    return make_plan(profile_of(Lora().double()), cluster, memory_limit_bytes=limit_bytes, **arguments)
+    return make_plan(profile, cluster, memory_limit_bytes=limit_bytes, **arguments)
 
 
 class Collectives:
@@ -122,6 +133,19 @@ class Collectives:
     def __exit__(self, *_):
         for patch in self._patches:
             patch.stop()
+
+
+class BytesOfSteps(L.Callback):
+    """Bytes of collectives until the end of each optimizer step."""
+
+    reads_parameters = False
+
+    def __init__(self, collectives):
+        self._collectives, self.sent = collectives, []
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step > len(self.sent):
+            self.sent.append(sum(num_bytes for _, _, num_bytes in self._collectives.seen))
 
 
 def sent_of(whole_bytes):
@@ -210,18 +234,19 @@ def sent_by_treatment(num_micro_batches):
     base, found = planned(num_micro_batches), {}
     for keep, reduce in itertools.product(("nothing", "whole", "always"), ("every", "last")):
         units = tuple(treated(unit, keep, reduce) for unit in base.units)
-        plan, counted = dataclasses.replace(base, units=units), []
-        for num_steps in (1, 3):
-            with Collectives() as collectives:
-                fitted(
-                    OSDPStrategy(plan=plan, dry_run=False),
-                    Lora().double(),
-                    plugins=[OSDPPrecision("64-true")],
-                    accumulate_grad_batches=num_micro_batches,
-                    max_steps=num_steps,
-                )
-            counted.append(sum(num_bytes for _, _, num_bytes in collectives.seen))
-        found[keep, reduce] = wire_bytes(plan), sent_of(counted[1] - counted[0]) / 2
+        plan = dataclasses.replace(base, units=units)
+        with Collectives() as collectives:
+            counting = BytesOfSteps(collectives)
+            fitted(
+                OSDPStrategy(plan=plan, dry_run=False),
+                Lora().double(),
+                plugins=[OSDPPrecision("64-true")],
+                accumulate_grad_batches=num_micro_batches,
+                max_steps=3,
+                callbacks=[counting],
+            )
+        first, _, last = counting.sent
+        found[keep, reduce] = wire_bytes(plan), sent_of(last - first) / 2
     return found
 
 
