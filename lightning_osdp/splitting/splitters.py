@@ -202,7 +202,7 @@ def compiled(module: nn.Module) -> list[str]:
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        >>> net[0].compile()
+        >>> net[0].compile(backend="eager")
         >>> compiled(net)
         ['0']
     """
@@ -224,7 +224,7 @@ def compiled_whole(module: nn.Module) -> list[str]:
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        >>> net[0].compile(fullgraph=True)
+        >>> net[0].compile(fullgraph=True, backend="eager")
         >>> compiled_whole(net)
         ['0']
     """
