@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 
+from benchmarks.families import BLOCKS, Family, build
+from benchmarks.measures.beside_fsdp.cases import RESIDENT
 from benchmarks.measures.gpu.finding import Check, Finding
 from benchmarks.measures.gpu.models import batch_on, made, num_samples_on, unit_names
 from benchmarks.measures.gpu.one_device import losses_of, mixed_plan
@@ -22,7 +25,9 @@ from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.step import Step, time_in_turns
 from benchmarks.testbed.training import StartedRanks
 from lightning_osdp import Cluster, ModelProfile, OSDPStrategy, TrainingStep, measure_cluster, profile_model
+from lightning_osdp.core.axes import STATIONARY, Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.scheduler import make_plan as search
 from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
@@ -112,6 +117,64 @@ def losses(device: torch.device) -> Iterator[Finding]:
         theirs = _on_ranks(device, _losses, strategy=name)[0]
         apart = max(abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True))
         yield Finding(f"losses: {name}", apart <= 1e-4, {"apart": apart, "steps": len(ours), "last": theirs[-1]})
+
+
+def _with_resident(module: Family, num_samples: int) -> Plan:
+    return RESIDENT.plan(module, world_size=NUM_RANKS, micro_batch_size=num_samples)
+
+
+def _with_levels(module: Family, num_samples: int) -> Plan:
+    """Every other block keeps results of its first two heavy operations, the others none."""
+    names = [name for name, child in module.named_modules() if isinstance(child, BLOCKS)]
+    kept = [(0, 1) if place % 2 else () for place in range(len(names))]
+    blocks = [
+        Block(name=name, treatment=Treatment(saves="selective_1" if results else "recompute"), kept=results)
+        for name, results in zip(names, kept, strict=True)
+    ]
+    return replace(mixed_plan(module, NUM_RANKS, num_samples), blocks=tuple(blocks))
+
+
+def _with_exchanges(module: Family, num_samples: int) -> Plan:
+    """The head moves activations."""
+    modes = dict.fromkeys([*unit_names(module), "model.head"], "ZDP")
+    plan = plan_of(module, modes, world_size=NUM_RANKS, micro_batch_size=num_samples)
+    units = (
+        replace(unit, treatments=(STATIONARY,), exchange="column", parameter_bytes=0)
+        if unit.name == "model.head"
+        else unit
+        for unit in plan.units
+    )
+    return replace(plan, units=tuple(units))
+
+
+_DECISIONS: Mapping[str, tuple[str, Callable[[Family, int], Plan]]] = {
+    "resident": ("tiny, LoRA", _with_resident),
+    "levels": ("mingpt", _with_levels),
+    "stationary": ("mingpt", _with_exchanges),
+}
+"""What a plan may decide beside `mixed_plan` -> a model, and a plan that decides so."""
+_RACE_STEPS = 60
+
+
+def _decided(*, name: str, model: str, kind: str) -> list[float]:
+    """Losses of a model under the plan that decides so, plans in turns ("race"), or DDP ("ddp")."""
+    device, module = _own(kind), build(model)
+    options: dict[str, Any] = {"strategy": "ddp"}
+    if name == "race":
+        options = {"strategy": OSDPStrategy(race=True, batch_size="keep"), "max_steps": _RACE_STEPS}
+    elif name in _DECISIONS:
+        plan = _DECISIONS[name][1](module, num_samples_on(device))
+        options = {"strategy": OSDPStrategy(plan=plan, batch_size="keep")}
+    return losses_of(module, device, devices=NUM_RANKS, plugins=[StartedRanks()], **options)
+
+
+def decisions(device: torch.device) -> Iterator[Finding]:
+    """Losses under plans of each kind of decision beside those of DDP."""
+    for name, model in [*((name, model) for name, (model, _) in _DECISIONS.items()), ("race", "mingpt")]:
+        ours, theirs = (_on_ranks(device, _decided, name=each, model=model)[0] for each in (name, "ddp"))
+        apart = max(abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=False))
+        numbers = {"apart": apart, "steps": len(ours), "last": ours[-1]}
+        yield Finding(f"decisions: {name}", apart <= 1e-4 and len(ours) >= len(theirs), numbers)
 
 
 def faults(device: torch.device) -> Iterator[Finding]:
@@ -233,6 +296,7 @@ def resuming(device: torch.device) -> Iterator[Finding]:
 ON_TWO: Mapping[str, Check] = {
     "links": links,
     "losses": losses,
+    "decisions": decisions,
     "faults": faults,
     "order": order,
     "largest": largest,
