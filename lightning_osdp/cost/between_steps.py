@@ -27,10 +27,11 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
 
         base + [P of the root and of all DP units] + max_i ( [P of ZDP units that run] + e_i )
 
-    and the buffers of all-gathers; or, of units that move activations, inputs and outputs of all ranks. Without a
-    backward to free it, a DP unit stays gathered after its first forward, and of an hpZ unit a shard stays in each
-    node. Resident units are gathered before all others, if they are not there yet. Lightning has zeroed the gradients.
-    An evaluation batch has as many samples as a micro-batch of the training step, on which e_i is measured.
+    less the shards that are views of resident units, and the buffers of all-gathers; or, of units that move
+    activations, inputs and outputs of all ranks. Without a backward to free it, a DP unit stays gathered after its
+    first forward, and of an hpZ unit a shard stays in each node. Resident units are gathered before all others, if they
+    are not there yet. Lightning has zeroed the gradients. An evaluation batch has as many samples as a micro-batch of
+    the training step, on which e_i is measured.
     """
     profile, units = step.profile, step.units
     micro_batch_size = step.workload.micro_batch_size
@@ -45,6 +46,7 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
             for segment in range(first, last + 1) if not is_kept else ():
                 running[segment] += size.gathered
     kept = sum(size.gathered for size, is_kept in zip(layout.units, stays, strict=True) if is_kept)
+    kept -= sum(size.shared for size, each in zip(layout.units, effects, strict=True) if each.is_resident)
     kept += sum(
         size.gathered / step.cluster.num_ranks(each.left_over)
         for size, each in zip(layout.units, effects, strict=True)
@@ -58,8 +60,15 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
     )
     sizes = [*zip(layout.units, effects, strict=True)]
     lingering = engine.most_lingering * max((size.buffer for size, each in sizes if not each.is_resident), default=0.0)
-    resident = sorted((num_bytes for size, each in sizes if each.is_resident for num_bytes in size.each_gathered))[::-1]
-    beside_buffer = map(sum, zip(accumulate(resident), resident, strict=True))
+    resident = [
+        parameter
+        for size, each in sizes
+        if each.is_resident
+        for parameter in zip(size.each_gathered, size.each_shared, strict=True)
+    ]
+    resident.sort(reverse=True)
+    there = accumulate(num_bytes - shared for num_bytes, shared in resident)
+    beside_buffer = [left + shared + num_bytes for left, (num_bytes, shared) in zip(there, resident, strict=True)]
     states = _between_steps(step, layout) + profile.batch_bytes.at(micro_batch_size)
     return states + max([kept + lingering + max(transient), *beside_buffer])
 

@@ -13,8 +13,8 @@ has S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u 
     peak(x, y) = max_k ( floor_k + sum over the first k units of x_u (1 - y_u) P_u
                                  + sum over all units of y_u (S_u - s_u + x_u P_u) )
 
-A resident unit holds P_u all the time: at every k, and while the optimizer steps. Another unit is gathered ahead in
-its place, which may be larger: that is left out.
+A resident unit holds P_u, less what its shard has of that, all the time: at every k, and while the optimizer steps.
+Another unit is gathered ahead in its place, which may be larger: that is left out.
 
 An hpZ unit holds P_u / m while it is freed, on m ranks of a node; so it does until it is copied out again, and under
 mixed precision it is copied before, which is left out here. One that is sharded in the node holds more at every k:
@@ -109,6 +109,9 @@ class StepMemory:
     """Units other than the root, as positions among all units, in the order in which forward leaves them."""
     gathered_bytes: tuple[float, ...]
     """P of each unit in that order: what it takes to keep it while ZDP would free it."""
+    shared_bytes: tuple[float, ...] = ()
+    """Bytes of each that its shard has as well where it is resident, in the order of `gathered_bytes`; empty where no
+    unit may be."""
     whole_bytes: tuple[float, ...]
     """S - s of each: what it takes to have its gradients whole from one micro-batch to the next."""
     saved_bytes: tuple[Mapping[str, float], ...]
@@ -155,6 +158,8 @@ class StepMemory:
         """Bytes that forward leaves of a unit, or of its inputs, beyond what is there between steps."""
         if effects.exchanges:
             return self.exchanged_bytes.get(self.order[place], 0.0)
+        if effects.is_resident:
+            return self.gathered_bytes[place] - self.shared_bytes[place]
         if effects.left_over == effects.sharded_over:
             return 0.0
         return self.gathered_bytes[place] / (1 if effects.is_kept else self.node_size)
@@ -195,7 +200,9 @@ class StepMemory:
         states = sum(self.more_states_bytes(unit, mode) for unit, mode in enumerate(modes))
         replicated = {"parameter shards": states}  # with what belongs to them
         resident = sum(
-            self.gathered_bytes[place] for place, unit in enumerate(self.order) if effects_of(modes[unit]).is_resident
+            self._left_bytes(place, effects)
+            for place, unit in enumerate(self.order)
+            if (effects := effects_of(modes[unit])).is_resident
         )
         if self.update is not None and self.update.num_bytes + states + resident >= self.moments[k].num_bytes + kept[k]:
             return PeakMemory.of(self.update, besides=replicated | {"gathered parameters": resident})
@@ -258,6 +265,7 @@ def step_memory(
     return StepMemory(
         order=order,
         gathered_bytes=tuple(sizes[unit].gathered for unit in order),
+        shared_bytes=tuple(sizes[unit].shared for unit in order),
         # with paddings a shard may be larger than what it is a shard of
         whole_bytes=tuple(max(0.0, sizes[unit].whole_gradient - sizes[unit].reduced) for unit in order),
         node_size=step.cluster.node_size or 1,

@@ -38,6 +38,8 @@ class UnitBytes:
     """P: what lives from a gather to the unit's being freed."""
     each_gathered: tuple[float, ...]
     """P of each parameter; of the whole unit where parameters are not profiled."""
+    each_shared: tuple[float, ...]
+    """Part of the shard of each that is a view of what is gathered where the unit is resident: none of it if cast."""
     cast_shard: float
     """The shard in the dtype of computing, which lives while the unit is gathered under mixed precision."""
     gradients: float
@@ -59,6 +61,11 @@ class UnitBytes:
     casting: float = 0.0
     """Most bytes beside the gradients while what is left of them is cast to the dtype of reducing, one by one; 0 where
     nothing is cast."""
+
+    @property
+    def shared(self) -> float:
+        """Part of the shard that takes no memory of its own where the unit is resident."""
+        return sum(self.each_shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,16 +193,20 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
         whole = [each.num_elements * each.sent_itemsize for each in trained]
         elements = ((chunk_elements(each, world_size), each.gathered_itemsize) for each in unit.parameters)
         each_gathered = tuple(float(world_size * number * itemsize) for number, itemsize in elements)
+        each_shared = tuple(
+            0.0 if each in cast else float(chunk_elements(each, world_size) * each.itemsize) for each in unit.parameters
+        )
     else:
         shard, reduced = unit.parameter_bytes / world_size, unit.trainable_bytes / world_size
         casts = [gathered / world_size] if unit.gathered_bytes != unit.parameter_bytes else []
         computed = whole = [operator.gradient_bytes for operator in unit.operators]
-        each_gathered = (gathered,)
+        each_gathered, each_shared = (gathered,), (0.0 if casts else shard,)
     is_sharded = world_size > 1
     return UnitBytes(
         shard=shard,
         gathered=gathered,
         each_gathered=each_gathered,
+        each_shared=each_shared,
         cast_shard=sum(casts) if is_sharded else max(casts, default=0.0),  # on one rank, one after the other
         gradients=float(unit.gradient_bytes),
         flat_gradient=sent,

@@ -27,7 +27,8 @@ On gloo q is 2 r, and the last term the sum of both.
   Where the last micro-batch alone all-reduces, what the others have scattered is left in its place, in the dtype of
   reducing.
 - A resident unit is there all the time, also while the optimizer steps. Before a step all of them are gathered that are
-  not there yet, one parameter after the other, the largest first.
+  not there yet, one parameter after the other, the largest first. Each then has no shard of its own, but where that is
+  cast.
 - Backward makes the gradient of the shard of a unit that moves activations, which needs no reduction. Under mixed
   precision the unit's shard is cast, and stays so for backward. The profile's segments have the bytes of its
   activations.
@@ -166,11 +167,16 @@ class LiveParts:
 
     def begin_step(self) -> None:
         """Begins a step, before which nothing is gathered: with what is resident."""
-        parameters = [(num_bytes, unit) for unit in self.resident for num_bytes in self.sizes[unit].each_gathered]
-        for num_bytes, unit in sorted(parameters, reverse=True):
+        parameters = [
+            (*num_bytes, unit)
+            for unit in self.resident
+            for num_bytes in zip(self.sizes[unit].each_gathered, self.sizes[unit].each_shared, strict=True)
+        ]
+        for num_bytes, shared, unit in sorted(parameters, reverse=True):
             buffer = num_bytes if self.world_size > 1 else min(num_bytes, self.sizes[unit].cast_shard)
             self._add("gathered parameters", num_bytes)
             self._observe("forward", self._name(unit), "gathered parameters", buffer)
+            self._add("parameter shards", -shared)
         self.whole.update(self.resident)
 
     def begin_micro_batch(self) -> None:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lightning_osdp.apply.internals import access, dtensors, gathering, unsharded
 
 _RESIDENT = "lightning_osdp_is_resident"
 """Attribute of units that are told to stay unsharded."""
+_LEAST_PIECE = 2**12
+_NUM_PIECES = 64
+"""Pieces that rows are cut into, one of which is hashed at a time, beside 16 bytes for each of its numbers."""
+
+
+class _Kept(NamedTuple):
+    """Shard of a parameter when its unit was gathered, or when ranks last agreed that nobody had written to it."""
+
+    mark: tuple[int, ...]
+    """Other than before once somebody has written to the shard, or might have."""
+    digest: int | None
+    """Hash of this rank's rows of the unsharded weight; None where the shard has memory of its own."""
 
 
 def set_resident(module: nn.Module, *, is_resident: bool) -> None:
@@ -30,6 +42,9 @@ class Residence:
     so the buffers of their all-gathers are small where much is there already, however many modules a unit has. Where
     torch would free it, a module gets its shards alone: optimizers, state dicts and users find what they find of any
     other unit. Where the unit is needed again, its module gets the kept weights, and no all-gather runs.
+
+    A shard of the same precision becomes a view of this rank's rows of the unsharded weight: so a unit takes no more
+    than it does under DDP. It gets memory of its own again before the unsharded weight is freed.
 
     Shards may have been written to meanwhile: by users' hooks, by what loads weights, or by an optimizer that has them.
     So ranks agree, before a unit is needed for the first time after that, of which units shards are others than what is
@@ -49,7 +64,7 @@ class Residence:
         self.opens_itself = True
         self._is_open = True  # shards may have been written to since ranks last agreed
         self._is_complete = False  # all that may be kept was gathered
-        self._kept: dict[Any, list[Any]] = {}  # groups that are kept unsharded -> marks of their shards
+        self._kept: dict[Any, list[_Kept]] = {}  # groups that are kept unsharded -> their shards
         self._own_methods = {
             group: (group.unshard, group.wait_for_unshard, group._to_sharded) for group in groups
         }  # of torch: they gather what ``fsdp_params`` has, and leave shards in its place
@@ -79,7 +94,9 @@ class Residence:
             if is_outdated:
                 self._free(group)
             elif is_hidden:
-                self._kept[group] = _marks(group)
+                self._kept[group] = [
+                    known._replace(mark=mark) for known, mark in zip(self._kept[group], _marks(group), strict=True)
+                ]
 
     def free(self) -> None:
         """Keeps nothing of what was gathered so far; units are sharded when this is called."""
@@ -94,22 +111,39 @@ class Residence:
             if stays(group) and not (group in self._kept or group.is_unsharded or group._all_gather_result)
         ]
         parameters = [(group, parameter) for group in missing for parameter in group.fsdp_params]
-        for group, parameter in sorted(parameters, key=lambda pair: _num_bytes(pair[1]), reverse=True):
-            every, group.fsdp_params = group.fsdp_params, [parameter]
-            parameter.free_unsharded_param = access.do_nothing
-            try:
-                for call in self._own_methods[group]:
-                    call()
-            finally:
-                del parameter.free_unsharded_param
-                group.fsdp_params = every
+        try:
+            for group, parameter in sorted(parameters, key=lambda pair: _num_bytes(pair[1]), reverse=True):
+                self._gather_alone(group, parameter)
+        except BaseException:
+            for group in missing:
+                _part(group)
+            raise
         for group in missing:
-            self._kept[group] = _marks(group)
+            self._keep(group)
         self._is_complete = True
+
+    def _gather_alone(self, group: Any, parameter: Any) -> None:
+        every, group.fsdp_params = group.fsdp_params, [parameter]
+        parameter.free_unsharded_param = access.do_nothing
+        try:
+            for call in self._own_methods[group]:
+                call()
+        finally:
+            del parameter.free_unsharded_param
+            group.fsdp_params = every
+        _share(group, parameter)
+
+    def _keep(self, group: Any) -> None:
+        """Keeps a unit that is gathered, and whose shards are where they stay."""
+        digests = [
+            _digest(unsharded.own_rows(group, each)) if unsharded.is_shared(each) else None
+            for each in group.fsdp_params
+        ]
+        self._kept[group] = [*map(_Kept, _marks(group), digests)]
 
     def _unshard(self, group: Any, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if group in self._kept and not group.is_unsharded:
-            if self._is_open or self._kept[group] != _marks(group):
+            if self._is_open or [known.mark for known in self._kept[group]] != _marks(group):
                 self._compare()
             elif not stays(group):
                 self._free(group)
@@ -129,10 +163,13 @@ class Residence:
         was_there = group.is_unsharded
         wait_for_unshard()
         if group.is_unsharded and not was_there and stays(group):
-            self._kept[group] = _marks(group)
+            for parameter in group.fsdp_params:
+                _share(group, parameter)
+            self._keep(group)
 
     def _leave(self, group: Any, to_sharded: Callable[[], None]) -> None:
         if group in self._kept and not stays(group):
+            _part(group)
             if not group.is_unsharded:
                 self._free(group)
             self._kept.pop(group, None)
@@ -151,6 +188,7 @@ class Residence:
     def _free(self, group: Any) -> None:
         self._is_complete = False
         del self._kept[group]
+        _part(group)
         for parameter in group.fsdp_params:
             parameter.free_unsharded_param()
 
@@ -158,9 +196,8 @@ class Residence:
         """Tells if this rank's shards differ from its rows of the kept unsharded weights, bit by bit."""
         if not stays(group):
             return True
-        now = _marks(group)
-        places = [place for place, mark in enumerate(self._kept[group]) if mark != now[place]]
-        return any(_differs(group, group.fsdp_params[place]) for place in places)
+        shards = zip(group.fsdp_params, self._kept[group], _marks(group), strict=True)
+        return any(_differs(group, parameter, known.digest) for parameter, known, mark in shards if mark != known.mark)
 
 
 def stays(group: Any) -> bool:
@@ -175,9 +212,9 @@ def _num_bytes(parameter: Any) -> int:
     return num_bytes
 
 
-def _marks(group: Any) -> list[Any]:
+def _marks(group: Any) -> list[tuple[int, ...]]:
     """Marks of each shard of a unit, which are others once somebody has written to it, or might have."""
-    marks = []
+    marks: list[tuple[int, ...]] = []
     for parameter in group.fsdp_params:
         sharded, rows = parameter.sharded_param, parameter._sharded_local_tensor
         marks.append((id(sharded), sharded._version, id(rows), rows._version, dtensors.num_accesses(sharded)))
@@ -185,9 +222,49 @@ def _marks(group: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def _differs(group: Any, parameter: Any) -> bool:
-    """Tells if a shard has other bits than this rank's rows of the unsharded weight, in the precision of the latter."""
+def _share(group: Any, parameter: Any) -> None:
+    """Makes a shard a view of what its unit has gathered, if both are alike.
+
+    A scalar is a row on each rank, of which the first one is the unsharded weight.
+    """
+    (gathered,), flat, mesh = parameter.all_gather_outputs, parameter._sharded_param_data, group.mesh_info
+    expected = flat.numel() * mesh.shard_mesh_size, flat.dtype, flat.device
+    if parameter._orig_size and (gathered.numel(), gathered.dtype, gathered.device) == expected:
+        _move_shard(parameter, gathered.narrow(0, mesh.shard_mesh_rank * flat.numel(), flat.numel()))
+
+
+@torch.no_grad()
+def _part(group: Any) -> None:
+    """Gives shards of a unit memory of their own where they share that of the unsharded weight."""
+    for parameter in group.fsdp_params:
+        if unsharded.is_shared(parameter):
+            _move_shard(parameter, parameter._sharded_param_data.clone())
+
+
+def _move_shard(parameter: Any, flat: Tensor) -> None:
+    """Moves a shard into the memory of a flat tensor, which has its values and paddings; tensors stay the same ones."""
+    shard = parameter._sharded_local_tensor
+    parameter._sharded_param_data.set_(flat)
+    shard.set_(flat.untyped_storage(), flat.storage_offset(), shard.shape, shard.stride())
+
+
+@torch.no_grad()
+def _differs(group: Any, parameter: Any, digest: int | None) -> bool:
+    """Tells if a shard has other bits than this rank's rows of the unsharded weight had, in the precision of these."""
     rows, shard = unsharded.own_rows(group, parameter), dtensors.local(parameter.sharded_param)
     if rows.shape != shard.shape or rows.device != shard.device:
         return True
+    if digest is not None and _digest(rows) != digest:
+        return True
     return bool(unsharded.differ(rows.flatten(), shard.flatten()))
+
+
+def _digest(rows: Tensor) -> int:
+    """Hash of the bits of a tensor, below 2^64, which depends on their order."""
+    flat = rows.flatten()
+    bits = flat.view(torch.int16 if flat.itemsize > 1 else torch.int8)
+    found = 0
+    for piece in bits.split(max(_LEAST_PIECE, -(-len(bits) // _NUM_PIECES))):
+        odd = 2 * torch.arange(len(piece), device=piece.device) + 1
+        found = (found * 1_000_003 + int((piece * odd).sum())) % 2**64
+    return found

@@ -122,6 +122,7 @@ class _Rows:
         self.was_reported: tuple[Tensor, Any] | None = None
         self._versions: list[int] = []  # versions of shards when they were gathered
         self._shards: list[Tensor] = []
+        self._addresses: list[int] = []  # of the shards when they were located
         self._copied: tuple[list[Tensor], list[Tensor]] = [], []
         self._compared: list[tuple[Tensor, Tensor]] = []
         self._turn = 0
@@ -149,7 +150,7 @@ class _Rows:
                 _move_back(parameter)
             if not parameter.all_gather_outputs[0].untyped_storage().resizable():
                 _renew(parameter)
-                self._shards = []
+                self._addresses = []
         # A shard that somebody has changed while its unit was unsharded is newer than the unsharded parameter.
         if drops or self._versions_now() != self._versions:
             return
@@ -187,12 +188,13 @@ class _Rows:
         return [parameter.sharded_param._version for parameter in self._group.fsdp_params]
 
     def _locate(self) -> None:
-        """Finds the places of rows, which stay the same until shards are other tensors."""
-        parameters = self._group.fsdp_params
+        """Finds the places of rows, which stay the same until shards are other tensors, or have other memory."""
+        parameters = [each for each in self._group.fsdp_params if not is_shared(each)]
         shards = [parameter._sharded_local_tensor for parameter in parameters]
-        if len(shards) == len(self._shards) and all(map(operator.is_, shards, self._shards)):
+        addresses = [shard.data_ptr() for shard in shards]
+        if addresses == self._addresses and all(map(operator.is_, shards, self._shards)):
             return
-        self._shards = shards
+        self._shards, self._addresses = shards, addresses
         # Writes to ``data`` leave versions, which autograd checks, as they are.
         pairs = [(own_rows(self._group, each), shard.data) for each, shard in zip(parameters, shards, strict=True)]
         same = [(shard, rows) for rows, shard in pairs if rows.dtype == shard.dtype]
@@ -205,6 +207,12 @@ def _has_other_memory(parameter: Any) -> bool:
     """True if an unsharded parameter has left the memory of its unit, as after ``p.data = value``."""
     (gathered,) = parameter.all_gather_outputs
     return bool(parameter._unsharded_param.data_ptr() != gathered.data_ptr())
+
+
+def is_shared(parameter: Any) -> bool:
+    """True if a shard is a view of the unsharded parameter."""
+    own = parameter._sharded_local_tensor.untyped_storage()._cdata
+    return any(gathered.untyped_storage()._cdata == own for gathered in parameter.all_gather_outputs)
 
 
 def _gathered(parameter: Any) -> Tensor:

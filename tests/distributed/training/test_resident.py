@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
 from lightning_osdp.apply.internals import sharding
+from lightning_osdp.apply.internals.gathering import whole_storages
 from tests.distributed.support.fits import fitted, largest_difference, plan_for, shared_folder, trainer
 from tests.distributed.support.models import Base
 from tests.tiers import slow
@@ -224,6 +225,33 @@ def test_a_unit_that_is_unfrozen_in_the_middle_is_gathered_after_each_update(ran
         assert (min(inside) > 4, set(others)) == (True, {1})
 
 
+class Sharing(L.Callback):
+    """Number of frozen weights, in each step, whose shards have memory of their own."""
+
+    def __init__(self):
+        self.apart = []
+
+    def on_train_batch_end(self, fit, module, *_):
+        storages = {whole.untyped_storage()._cdata for whole in whole_storages(module)}
+        frozen = [each for each in module.parameters() if not each.requires_grad]
+        self.apart.append(sum(each._local_tensor.untyped_storage()._cdata not in storages for each in frozen))
+
+
+def shares_memory(precision):
+    """Number of frozen shards that have memory of their own after each step, and after the fit."""
+    sharing = Sharing()
+    plan, _ = planned(dtype=torch.float32)
+    fitted(OSDPStrategy(plan=plan), made(dtype=torch.float32), max_steps=3, precision=precision, callbacks=[sharing])
+    return sharing.apart
+
+
+@pytest.mark.parametrize("number", [2, slow(4)])
+def test_shards_of_resident_units_take_no_memory_of_their_own_but_where_they_are_cast(ranks, number):
+    num_cast = sum(not each.requires_grad for each in made().parameters()) - 2  # a BatchNorm's are not
+    assert ranks(number).run(shares_memory, precision="32-true") == [[0, 0, 0]] * number
+    assert ranks(number).run(shares_memory, precision="bf16-mixed") == [[num_cast] * 3] * number
+
+
 def _by_data(module, _):
     module.twice.weight.data.mul_(1.25)
 
@@ -255,6 +283,14 @@ def _rows(module, _):
             rows[:1].fill_(0.5)
 
 
+def _swapped(module, _):
+    """Swaps two rows of one rank, by way of memory that no version tells of."""
+    weight = module.twice.weight
+    if dist.get_rank() == 0 or not hasattr(weight, "to_local"):
+        rows = weight.to_local() if hasattr(weight, "to_local") else weight
+        rows.data[:2] = rows.data[[1, 0]]
+
+
 def _gathered(module, fit):
     strategy = fit.strategy
     if isinstance(strategy, OSDPStrategy):
@@ -276,6 +312,7 @@ WRITES = {
     "set": _set_whole,
     "load": _load,
     "rows": _rows,
+    "swapped": _swapped,
     "gathered": _gathered,
     "read": _read,
 }
