@@ -4,7 +4,7 @@ import itertools
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.assign import assign_modes, fill_spare
@@ -15,6 +15,7 @@ from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.cost import Workload, step_memory
 from lightning_osdp.search import SOLVERS
 from tests.engines import ENGINES
+from tests.tiers import examples
 
 EXACT = [name for name in SOLVERS if name != "greedy"]
 
@@ -91,7 +92,7 @@ def limits_between(assignments, shares=(-0.01, 0.0, 0.2, 0.5, 0.8, 1.0)):
 
 
 @pytest.mark.parametrize("search", SOLVERS)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(case=settings_to_plan())
 def test_the_plan_fits_and_the_bound_is_below_the_optimum(setting, search, case):
     found = setting(**case)
@@ -117,7 +118,7 @@ def test_the_plan_fits_and_the_bound_is_below_the_optimum(setting, search, case)
 
 
 @pytest.mark.parametrize("search", EXACT)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(case=settings_to_plan())
 def test_exact_solvers_prove_small_plans_best_and_more_memory_is_never_slower(setting, search, case):
     found = setting(**case)
@@ -132,7 +133,7 @@ def test_exact_solvers_prove_small_plans_best_and_more_memory_is_never_slower(se
     assert all(more <= less * (1 + 1e-11) for less, more in itertools.pairwise(times_s))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(case=settings_to_plan())
 def test_with_greedy_more_memory_is_slower_by_no_more_than_the_gap(setting, case):
     found = setting(**case)
@@ -143,7 +144,7 @@ def test_with_greedy_more_memory_is_slower_by_no_more_than_the_gap(setting, case
         assert more.step_time_s <= less.step_time_s * (1 + more.gap) * (1 + 1e-12)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(case=settings_to_plan(), share=st.floats(0, 1))
 def test_repaired_modes_fit_and_filled_ones_are_no_slower(setting, case, share):
     found = setting(**case | {"modes": ALL_MODES})
@@ -162,7 +163,7 @@ def test_repaired_modes_fit_and_filled_ones_are_no_slower(setting, case, share):
             assert found.costs.peak(one_more).peak_bytes > limit_bytes
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     case=settings_to_plan(),
     share=st.floats(0, 1),

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting, assign_modes, block_units, chosen_activations
@@ -17,6 +17,7 @@ from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
 from tests.engines import ENGINES
+from tests.tiers import examples
 
 CHOICES = ("keep", "recompute", "offload")
 WITH_LEVELS = ("keep", "recompute", LEVELS[0]), ("keep", *LEVELS[:2])
@@ -145,7 +146,7 @@ def simulated(setting, modes):
     return simulate_step(setting, modes, engine=setting.engine)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(settings_to_plan(), st.floats(0, 1), st.sampled_from([CHOICES, *WITH_LEVELS]))
 @example(passed_by_in_a_detour(), 0.0, CHOICES)
 def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, share, choices):
@@ -166,7 +167,7 @@ def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, 
         assert found.step_time_s == pytest.approx(fastest, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(settings_to_plan(), st.data(), st.sampled_from([CHOICES, *WITH_LEVELS]))
 def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data, choices):
     base = blocked(**fields)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting, join_units, trained_together
@@ -21,6 +21,7 @@ from lightning_osdp.engine import FSDP2
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
 from tests.overlapped import made, overlapped
+from tests.tiers import examples
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_a_unit_inside_another_is_not_joined_with_one_outside(given_setting):
     assert found == {"body.x": ("body.x", "body.y")}
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(case=overlapped(most=6), overlaps=st.booleans(), mode=st.sampled_from([ZDP, DP]))
 def test_joined_units_are_faster_and_fit(model, operator, case, overlaps, mode):
     found = dataclasses.replace(made(model, operator, case), engine=FSDP2(forward_prefetch=True))

@@ -5,7 +5,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting, assign_modes, bound_later_s
@@ -19,6 +19,7 @@ from lightning_osdp.engine import FSDP2
 from lightning_osdp.scheduler.planned import plan_of
 from tests.overlapped import SHARES, made, overlapped
 from tests.plans import keeping
+from tests.tiers import examples
 
 
 def fitting(found, share):
@@ -28,7 +29,7 @@ def fitting(found, share):
     return limit_bytes, {modes: found.costs.step_time_s(modes) for modes, peak in every.items() if peak <= limit_bytes}
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(case=overlapped(), share=SHARES)
 def test_modes_fit_and_no_modes_that_fit_are_faster_than_the_bound(model, operator, case, share):
     found = made(model, operator, case)
@@ -43,7 +44,7 @@ def test_modes_fit_and_no_modes_that_fit_are_faster_than_the_bound(model, operat
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(case=overlapped())
 def test_every_path_is_a_bound_on_all_modes_and_the_least_one_too(model, operator, case):
     found = made(model, operator, case)
@@ -55,7 +56,7 @@ def test_every_path_is_a_bound_on_all_modes_and_the_least_one_too(model, operato
         assert paths.least_s() <= found.costs.step_time_s(modes) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(case=overlapped(most=5), share=SHARES, more=st.integers(1, 9), overlaps=st.booleans())
 def test_a_bound_holds_for_larger_micro_batches(model, operator, case, share, more, overlaps):
     found = made(model, operator, case)

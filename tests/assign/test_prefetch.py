@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting, as_far_as_fits, assign_ahead
@@ -15,6 +15,7 @@ from lightning_osdp.cost import Workload
 from lightning_osdp.engine import AUTO, FSDP2
 from lightning_osdp.scheduler import make_plan
 from tests.overlapped import SHARES, made, overlapped
+from tests.tiers import examples
 
 ANY = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
 
@@ -51,7 +52,7 @@ def fitting(family, limit_bytes):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     case=overlapped(most=4),
     share=SHARES,
@@ -74,7 +75,7 @@ def test_no_modes_with_any_units_gathered_ahead_are_faster_than_the_bound(model,
         assert assigned.bound_s <= min(fitting(family, limit_bytes)) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(case=overlapped(most=4), late=st.lists(st.booleans(), min_size=8, max_size=8))
 def test_to_gather_late_takes_no_more_bytes_and_to_gather_ahead_no_more_time(model, operator, case, late):
     found = made(model, operator, case)
@@ -94,7 +95,7 @@ def test_to_gather_late_takes_no_more_bytes_and_to_gather_ahead_no_more_time(mod
             assert family.costs.step_time_s(modes) <= some.costs.step_time_s(modes) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(case=overlapped(most=4), prefetch=st.sampled_from(PREFETCH_CHOICES))
 def test_where_all_gathers_are_synchronous_gathering_ahead_in_forward_is_no_better(model, operator, case, prefetch):
     """Shows why gathering ahead in forward is not offered there."""
@@ -106,7 +107,7 @@ def test_where_all_gathers_are_synchronous_gathering_ahead_in_forward_is_no_bett
         assert implicit.costs.step_time_s(modes) <= both.costs.step_time_s(modes) * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(case=overlapped(most=4), prefetch=st.sampled_from(PREFETCH_CHOICES))
 def test_where_nothing_overlaps_asynchronous_all_gathers_are_as_fast_and_take_no_more(model, operator, case, prefetch):
     """Shows why synchronous all-gathers are not offered there."""

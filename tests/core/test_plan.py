@@ -6,7 +6,7 @@ import re
 from types import MappingProxyType
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.axes import ACTIVATION_CHOICES, MODES, Treatment, named
@@ -23,6 +23,7 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import OSDPError, PlanFormatError, PlanMismatchError
 from tests.plans import menu
+from tests.tiers import examples
 
 ROOT = Unit(name="", operators=("norm",), kind="LayerNorm", treatments=named("DP"), parameter_bytes=64)
 HEAD = Unit(name="head", operators=("head",), kind="Linear", treatments=named("ZDP", "ZDP", "DP"), time_s=1.5e-3)
@@ -148,7 +149,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(plans())
 def test_a_plan_round_trips_through_json(plan):
     assert Plan.from_json(plan.to_json()) == plan

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.axes import DP, ZDP
@@ -12,6 +12,7 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.cost import PAPER_TERMS, TERMS, paper_memory
 from lightning_osdp.cost.paper import model_states_bytes
 from tests.steps import step_of
+from tests.tiers import examples
 
 # ---- model states: m_ZDP and m_DP by hand
 
@@ -45,7 +46,7 @@ def test_dp_keeps_the_parameter_as_it_is_gathered(unit):
     assert num_bytes(half, 4) == [80.0, 100.0]
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(parameter_bytes=st.integers(0, 2**35), frozen=st.booleans(), world_size=st.integers(1, 512))
 def test_zdp_is_never_bigger_than_dp(unit, parameter_bytes, frozen, world_size):
     zdp_bytes, dp_bytes = num_bytes(unit(parameter_bytes, frozen=frozen), world_size)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.axes import DP, ZDP
@@ -13,6 +13,7 @@ from lightning_osdp.cost import Workload, exact_peak, step_memory
 from lightning_osdp.engine import effects_of, leaving_order
 from tests.engines import ENGINES
 from tests.steps import step_of
+from tests.tiers import examples
 
 
 @st.composite
@@ -55,7 +56,7 @@ def steps(draw):
     )
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(step=steps())
 def test_the_peak_is_that_of_a_simulation_which_tracks_what_is_gathered(model, operator, step):
     operators, fields, min_unit_bytes, kept, arguments = step
@@ -68,7 +69,7 @@ def test_the_peak_is_that_of_a_simulation_which_tracks_what_is_gathered(model, o
     assert all(num_bytes > 0 for num_bytes in found.parts.values())
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(step=steps())
 def test_where_every_unit_is_freed_the_closed_form_is_the_peak(model, operator, step):
     # but for what other modes would leave from one unit to another: no buffers lie about where unsharding is
@@ -84,7 +85,7 @@ def test_where_every_unit_is_freed_the_closed_form_is_the_peak(model, operator, 
     assert (bound.peak_bytes, bound.parts) == (exact.peak_bytes, exact.parts)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(step=steps(), waits=st.lists(st.booleans(), min_size=8, max_size=8))
 def test_the_closed_form_is_no_less_than_the_peak_of_any_modes(model, operator, step, waits):
     operators, fields, min_unit_bytes, kept, arguments = step
@@ -99,7 +100,7 @@ def test_the_closed_form_is_no_less_than_the_peak_of_any_modes(model, operator, 
     assert exact <= step_memory(judged(profile, units, **arguments), engine=arguments["engine"]).peak(modes).peak_bytes
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(step=steps(), limit_bytes=st.integers(0, 12_000))
 def test_modes_fit_where_every_prefix_has_room(model, operator, step, limit_bytes):
     operators, fields, min_unit_bytes, kept, arguments = step

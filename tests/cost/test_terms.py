@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.affine import Affine
@@ -17,6 +17,7 @@ from lightning_osdp.cost import TERMS, Workload, optimizer_s, overhead_part_s, o
 from lightning_osdp.cost.terms import activations_s, communication_s, compute_s, exchange_s
 from lightning_osdp.engine import EXCHANGES
 from lightning_osdp.simulation import simulate_step
+from tests.tiers import examples
 
 # ---- every term
 
@@ -34,7 +35,7 @@ sizes = {"world_size": st.integers(1, 512), "samples": st.integers(1, 64), "numb
 
 
 @pytest.mark.parametrize("name", TERMS)
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(case=cases, **sizes)
 def test_every_term_is_pure_and_charges_nothing_negative(
     unit, cluster, workload, name, case, world_size, samples, number
@@ -51,7 +52,7 @@ def test_every_term_is_pure_and_charges_nothing_negative(
 
 
 @pytest.mark.parametrize("name", TERMS)
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(case=cases, **sizes)
 def test_zdp_is_never_faster_than_dp(unit, cluster, workload, name, case, world_size, samples, number):
     one, ring, work = (
@@ -64,7 +65,7 @@ def test_zdp_is_never_faster_than_dp(unit, cluster, workload, name, case, world_
 
 
 @pytest.mark.parametrize("name", TERMS)
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(case=cases, **sizes)
 def test_terms_are_linear_in_the_micro_batch_and_modes_differ_by_the_same_at_every_size(
     unit, cluster, workload, name, case, world_size, samples, number

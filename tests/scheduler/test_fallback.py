@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.axes import Treatment, named
@@ -15,6 +15,7 @@ from lightning_osdp.report.sentences import summarise
 from lightning_osdp.scheduler import freeable_bytes, in_micro_batches, make_plan, with_less_memory
 from lightning_osdp.simulation import simulate
 from tests.plans import menu, priced
+from tests.tiers import examples
 
 
 def unit(name, *modes, sync="every", **costs):
@@ -84,7 +85,7 @@ def test_whatever_such_a_unit_frees_first_nothing_is_counted_twice(reduce_s, fir
     assert lower.step_time_s == pytest.approx(10 + 3.0 + reduce_s)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(
     sizes=st.lists(st.sampled_from([40, 100, 300]), min_size=1, max_size=4),
     number=st.integers(1, 4),

@@ -4,12 +4,13 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.search import SOLVERS, Choice, Group, Problem
 from lightning_osdp.search.bound import relax
+from tests.tiers import examples
 
 EXACT = ("depth_first", "exhaustive")
 
@@ -153,7 +154,7 @@ fine = problems(st.floats(1e-6, 1.0), st.integers(0, 2**33).map(float))
 
 @pytest.mark.parametrize("problems", [coarse, fine], ids=["coarse", "fine"])
 def test_solvers_agree_with_the_oracle(problems):
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     @given(problem=problems)
     def agree(problem):
         best_s = SOLVERS["exhaustive"](problem).time_s
@@ -169,7 +170,7 @@ def test_solvers_agree_with_the_oracle(problems):
     agree()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(problem=fine)
 def test_the_order_of_groups_and_choices_does_not_matter(problem):
     turned = Problem(

@@ -3,10 +3,11 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.search.levels import ENOUGH, Result, find_levels
+from tests.tiers import examples
 
 MMS = 7.5e-12  # seconds per byte of a Llama block's products, 13-fold those of what runs between them
 
@@ -25,7 +26,7 @@ def point(results, kept, nothing_s, overhead_s):
     return sum(results[position].num_bytes for position in kept), nothing_s + overhead_s - seconds
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 50)), max_size=7),
     st.integers(0, 30),

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting
@@ -16,6 +16,7 @@ from lightning_osdp.cost import Workload
 from lightning_osdp.engine import COLLECTIVES, FSDP2, GATHERS, effects_of
 from lightning_osdp.simulation import simulate_step
 from tests.engines import ENGINES
+from tests.tiers import examples
 
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 3.0])
 LINKS = st.builds(Link, latency_s=st.sampled_from([0.0, 0.2]), seconds_per_byte=st.sampled_from([0.0, 0.01]))
@@ -108,7 +109,7 @@ def chosen(found, choices):
     return modes
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     tree=trees(), around=surroundings(overlaps=False), choices=CHOICES, turns=st.lists(st.integers(0, 6), max_size=3)
 )
@@ -131,7 +132,7 @@ def test_where_nothing_overlaps_time_is_the_sum_and_memory_within_the_closed_for
         assert estimate.peak.peak_bytes <= found.costs.peak(modes).peak_bytes
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(tree=trees(), around=surroundings(), choices=CHOICES, turns=st.lists(st.integers(0, 6), max_size=3))
 def test_the_clock_shows_the_time_of_the_simulated_step(model, operator, tree, around, choices, turns):
     operators, fields = tree
@@ -149,7 +150,7 @@ def test_the_clock_shows_the_time_of_the_simulated_step(model, operator, tree, a
         assert not has_one or estimate.time_s >= estimate.communication_s * (1 - 1e-12)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(tree=trees(), around=surroundings(), choices=CHOICES)
 def test_collectives_of_a_step_are_those_of_its_modes(model, operator, tree, around, choices):
     operators, fields = tree

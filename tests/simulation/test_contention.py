@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.affine import Affine
@@ -15,6 +15,7 @@ from lightning_osdp.simulation import StepClock, simulate_step
 from lightning_osdp.simulation.timeline import COMMUNICATION, COMPUTE
 from tests.overlapped import made, overlapped
 from tests.steps import step_of
+from tests.tiers import examples
 
 NOTHING = Contention(computing=1 + 1e-12, collectives=1 + 1e-12)
 """Contention so small that the timeline with it must find what the one without does."""
@@ -83,7 +84,7 @@ def both(model, operator, case, choices, contention, **nodes):
     return [(each, modes, simulate_step(each, modes, engine=each.engine)) for each in (found, slowed)]
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(case=overlapped(), choices=MODES)
 def test_without_contention_both_timelines_are_one(model, operator, case, choices):
     (_, _, alone), (_, _, beside) = both(model, operator, case, choices, NOTHING)
@@ -95,7 +96,7 @@ def test_without_contention_both_timelines_are_one(model, operator, case, choice
             assert (first.start_s, first.end_s) == pytest.approx((second.start_s, second.end_s), abs=1e-6)
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(case=overlapped(), choices=MODES, contention=FACTORS)
 def test_no_step_is_faster_or_slower_than_by_its_larger_factor(model, operator, case, choices, contention):
     (_, _, alone), (setting, modes, beside) = both(model, operator, case, choices, contention)
@@ -108,7 +109,7 @@ def test_no_step_is_faster_or_slower_than_by_its_larger_factor(model, operator, 
     assert StepClock(setting, setting.engine).step(modes).time_s == pytest.approx(beside.time_s)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(case=overlapped(most=4), choices=st.lists(st.sampled_from([ZDP, DP, HSDP, HDP]), min_size=9, max_size=9))
 def test_two_communicators_slow_computing_no_more_than_one(model, operator, case, choices):
     link = Link(latency_s=0.1, seconds_per_byte=0.01)

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.splitting import split
+from tests.tiers import examples
 from tests.transposed import Conv1D
 
 
@@ -49,7 +50,7 @@ OPTIMIZERS = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_forward_gradients_and_five_steps_equal_the_whole_operators(data):
     make = data.draw(st.sampled_from([linear, linear, conv1d, embedding]))
