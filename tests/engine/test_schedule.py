@@ -220,19 +220,24 @@ CASES = {
 SETTINGS = [*product((False, True), (False, True), PREFETCH_CHOICES, (1, 2))]
 """Whether forward prefetches, whether all-gathers are asynchronous, what backward prefetches, micro-batches."""
 HALF = [each for each, places in zip(SETTINGS, product((0, 1), repeat=4), strict=True) if sum(places) % 2 == 0]
-"""Settings of which any three have all their values."""
+QUARTERS = [[each for each in HALF if (each[0] == each[1]) == is_equal] for is_equal in (True, False)]
+"""Settings that modes have in turn; in all of them any three settings have all their values."""
 
 
 @pytest.mark.parametrize("case", but_slow(CASES, slow=[case for case in CASES if "frozen" in case]))
-@pytest.mark.parametrize(("by_block", "settings"), [(True, HALF), slow(True, SETTINGS), slow(False, SETTINGS)])
+@pytest.mark.parametrize(
+    ("by_block", "settings"),
+    [(True, QUARTERS), slow(True, [SETTINGS]), slow(False, [SETTINGS])],
+    ids=["few", "all", "operators"],
+)
 def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, settings, monkeypatch):
     profile = profile_model(Model(**CASES[case]), torch.randn(4, WIDTH))
     units = partition(profile, min_unit_bytes=0)
     if by_block:
         units = merged(profile, units, BLOCKS)
     of_nodes = [mode.but(reduce=sync) for mode in (HSDP, HDP) for sync in SYNC_CHOICES]
-    for mode in (*ALL_MODES, RESIDENT, HPZ, *of_nodes):
-        for ahead, asynchronous, prefetch, number in settings:
+    for place, mode in enumerate((*ALL_MODES, RESIDENT, HPZ, *of_nodes)):
+        for ahead, asynchronous, prefetch, number in settings[place % len(settings)]:
             engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
             subjects = [Subject(may_wait=engine.may_wait(unit), may_stay=not unit.gradient_bytes) for unit in units]
             allowed = [mode.within(subject) for subject in subjects]

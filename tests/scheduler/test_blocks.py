@@ -351,16 +351,21 @@ def planned_with_head(profile, cluster, limit_bytes, *, micro_batch_size=8, **sp
     return plan(profile, cluster, limit_bytes, **options)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def with_head(model, operator, linear):
     """The blocks of `deep`, and behind them a larger operator that can be split."""
     return recomputable(model(*in_blocks(operator), linear("head", 64, 64)), BLOCKS)
 
 
-def test_blocks_recompute_and_operators_are_split_where_neither_alone_is_enough(with_head, cluster):
+@pytest.fixture(scope="module")
+def both(with_head, cluster):
+    """The least limit where blocks may recompute and operators may be split."""
+    return least_limit_bytes(with_head, cluster)
+
+
+def test_blocks_recompute_and_operators_are_split_where_neither_alone_is_enough(with_head, cluster, both):
     recomputing = least_limit_bytes(with_head, cluster, slices=(1,))
     split = least_limit_bytes(with_head, cluster, activations=("keep",))
-    both = least_limit_bytes(with_head, cluster)
     assert both < 0.7 * min(recomputing, split)
     for limit_bytes in (both, both + 10_000, min(recomputing, split) - 200):
         found = planned_with_head(with_head, cluster, limit_bytes)
@@ -369,14 +374,12 @@ def test_blocks_recompute_and_operators_are_split_where_neither_alone_is_enough(
         assert simulate(found, with_head, cluster(2, seconds_per_byte=0.01)).peak.peak_bytes <= limit_bytes
 
 
-def test_the_largest_micro_batch_may_need_both(with_head, cluster):
-    limit_bytes = least_limit_bytes(with_head, cluster)
-    found = planned_with_head(with_head, cluster, limit_bytes, micro_batch_size=BatchPolicy.scale())
+def test_the_largest_micro_batch_may_need_both(with_head, cluster, both):
+    found = planned_with_head(with_head, cluster, both, micro_batch_size=BatchPolicy.scale())
     assert found.micro_batch_size == 8
 
 
-def test_where_both_are_not_enough_the_error_says_what_they_need(with_head, cluster):
-    both = least_limit_bytes(with_head, cluster)
+def test_where_both_are_not_enough_the_error_says_what_they_need(with_head, cluster, both):
     with pytest.raises(InfeasibleError) as caught:
         planned_with_head(with_head, cluster, both - 200)
     assert f"needs at least {both / 1024:.1f} KiB" in str(caught.value)
