@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from lightning_osdp.cli.answer import step_seconds
-from lightning_osdp.core.axes import ACTIVATION_CHOICES, DEFAULT_ACTIVATIONS, SELECTIVE
+from lightning_osdp.core.axes import ACTIVATION_CHOICES, DEFAULT_ACTIVATIONS, NAMED_MODES, SELECTIVE
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -152,6 +152,8 @@ class Strategies:
     activations: Sequence[str] = DEFAULT_ACTIVATIONS
     """Choices of blocks for the tensors that they save for backward; levels are for OSDP, and for others only where
     nothing else is asked for."""
+    stationary: bool = False
+    """True if OSDP's plan may have activations move in place of weights."""
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -209,7 +211,10 @@ class Strategies:
                     machine.cluster,
                     memory_limit_bytes=limit_bytes,
                     micro_batch_size=policy,
-                    search_space=SearchSpace(activations=tuple(self.activations) if is_free else ("keep",)),
+                    search_space=SearchSpace(
+                        modes=tuple(NAMED_MODES) if self.stationary else SearchSpace.modes,
+                        activations=tuple(self.activations) if is_free else ("keep",),
+                    ),
                     method=PlanMethod(blocks=None if is_free else prescribed),
                     progress=progress,
                 )

@@ -44,6 +44,7 @@ def estimate(
     lora: str | None = None,
     strategy: str | None = None,
     activations: str = ",".join(DEFAULT_ACTIVATIONS),
+    stationary: bool = False,
     memory: str | None = None,
     batch: int | None = None,
     global_batch: int | None = None,
@@ -76,6 +77,7 @@ def estimate(
         activations: what blocks may do with what they save for backward, keep, recompute, offload, recompute_offload or
             selective (recompute all but some results, which OSDP chooses), between commas; one alone, but for the
             last, is what all of them do.
+        stationary: whether OSDP may have activations of operators move in place of their weights.
         memory: limit of one rank, as in 70GiB; by default what the device has, less what is not for tensors.
         batch: samples per rank and micro-batch; by default those with the most samples/s.
         global_batch: samples of all ranks in an optimizer step, divided into the fastest micro-batches.
@@ -86,7 +88,9 @@ def estimate(
     """
     machines = {spec.strip(): Machine.parse(spec) for spec in machine.split(";")}
     policies = {spec: _policy(batch, global_batch, accumulate, each.world_size) for spec, each in machines.items()}
-    ways = Strategies(strategies=_names(strategy, str.upper), activations=_names(activations, str.lower) or ())
+    ways = Strategies(
+        strategies=_names(strategy, str.upper), activations=_names(activations, str.lower) or (), stationary=stationary
+    )
     limit_bytes = None if memory is None else parse_bytes(memory)
     if out is not None and len(machines) > 1:
         raise ConfigurationError(f"Expected out with one machine, got {len(machines)}: {machine!r}. Ask one by one.")
@@ -115,7 +119,11 @@ def estimate(
         for spec, each in machines.items():
             if repr(each.rates) not in profiles:
                 profiles[repr(each.rates)] = described_model.profile(
-                    each.rates, precision=precision, activations=ways.profiled, progress=progress
+                    each.rates,
+                    precision=precision,
+                    activations=ways.profiled,
+                    exchanges=stationary,
+                    progress=progress,
                 )
             estimates.append(
                 ways.estimate(

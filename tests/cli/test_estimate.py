@@ -209,6 +209,38 @@ def test_a_row_that_others_have_measured_can_be_asked_for(towers, answer, run):
     assert "Its peak is in" in out
 
 
+SLOW = """
+[devices.mine]
+title = "Mine"
+memory_mib = 16384
+memory_gb_per_s = 1000.0
+tflops = { float32 = 10.0, bfloat16 = 100.0 }
+compute_reached = 0.5
+memory_reached = 0.5
+peers = "cable"
+host = "pcie4"
+source = "the test"
+
+[links.cable]
+gb_per_s = 0.1
+reached = 1.0
+latency_us = 20.0
+source = "the test"
+"""
+
+
+def test_activations_move_where_links_are_slow_and_that_is_asked(towers, answer):
+    (towers / "slow.toml").write_text(SLOW)
+    found = [
+        answer(*ARGUMENTS[:-1], "4 slow.toml", "--strategy", "OSDP", "--batch", "8", *more)
+        for more in ([], ["--stationary", "true"])
+    ]
+    modes = [{mode for each in one["plan"]["decisions"] for mode in each["modes"]} for one in found]
+    assert "stationary" not in modes[0]
+    assert "stationary" in modes[1]
+    assert found[1]["step"]["time_s"] < found[0]["step"]["time_s"]
+
+
 def test_optimizers_are_counted_by_what_they_keep(towers, answer):
     def state_bytes(*more):
         plan = answer(*ARGUMENTS, *BY_HAND, *more)["plan"]

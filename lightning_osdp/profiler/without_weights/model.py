@@ -63,9 +63,10 @@ class DescribedModel:
         *,
         precision: str = "bf16-mixed",
         activations: Sequence[str] = DEFAULT_ACTIVATIONS,
+        exchanges: bool = False,
         progress: Progress = silent,
     ) -> ModelProfile:
-        """Profile of the model by the rates of a device.
+        """Profile of the model by the rates of a device, see `profile_model`.
 
         Operations are those that torch runs on CPU: kernels of CUDA, such as those of attention, save other bytes.
 
@@ -90,4 +91,12 @@ class DescribedModel:
         # Lightning reduces in the dtype that it computes in
         optimizers = partial(built, "optimizers of the model", _OPTIMIZERS, self.optimizers or configured_optimizers)
         step = TrainingStep(run, optimizers, ComputePrecision(dtype, reduce_dtype=dtype))
-        return profile_model(self.module, self.batch, step, rates=rates, activations=activations, progress=progress)
+        return profile_model(
+            self.module,
+            self.batch,
+            step,
+            rates=rates,
+            activations=activations,
+            exchanges=exchanges,
+            progress=progress,
+        )
