@@ -58,6 +58,7 @@ def paper_memory(step: Step) -> StepMemory:
         order=order,
         # in half precision the gathered parameters may be smaller than the shard at rest
         gathered_bytes=tuple(max(0.0, whole[unit] - sharded[unit]) for unit in order),
+        shared_bytes=(0.0,) * len(order),  # shards are not among them
         whole_bytes=tuple(
             max(0.0, units[unit].gradient_bytes - units[unit].trainable_bytes / world_size) for unit in order
         ),

@@ -109,9 +109,8 @@ class StepMemory:
     """Units other than the root, as positions among all units, in the order in which forward leaves them."""
     gathered_bytes: tuple[float, ...]
     """P of each unit in that order: what it takes to keep it while ZDP would free it."""
-    shared_bytes: tuple[float, ...] = ()
-    """Bytes of each that its shard has as well where it is resident, in the order of `gathered_bytes`; empty where no
-    unit may be."""
+    shared_bytes: tuple[float, ...]
+    """Bytes of each that its shard has as well where it is resident, in the order of `gathered_bytes`."""
     whole_bytes: tuple[float, ...]
     """S - s of each: what it takes to have its gradients whole from one micro-batch to the next."""
     saved_bytes: tuple[Mapping[str, float], ...]

@@ -152,7 +152,7 @@ _DECISIONS: Mapping[str, tuple[str, Callable[[Family, int], Plan]]] = {
     "levels": ("mingpt", _with_levels),
     "stationary": ("mingpt", _with_exchanges),
 }
-"""What a plan may decide beside `mixed_plan` -> a model, and a plan that decides so."""
+"""Decision that `mixed_plan` has not -> a model, and a plan that has it."""
 _RACE_STEPS = 60
 
 
