@@ -218,7 +218,7 @@ CASES = {
 
 
 SETTINGS = [*product((False, True), (False, True), PREFETCH_CHOICES, (1, 2))]
-"""Whether forward prefetches, whether all-gathers are asynchronous, what backward prefetches, micro-batches."""
+"""Settings: forward prefetches, all-gathers are asynchronous, kind of prefetch in backward, micro-batches."""
 HALF = [each for each, places in zip(SETTINGS, product((0, 1), repeat=4), strict=True) if sum(places) % 2 == 0]
 QUARTERS = [[each for each in HALF if (each[0] == each[1]) == is_equal] for is_equal in (True, False)]
 """Settings that modes have in turn; in all of them any three settings have all their values."""
