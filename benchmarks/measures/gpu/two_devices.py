@@ -170,8 +170,12 @@ def _decided(*, name: str, model: str, kind: str) -> list[float]:
 
 def decisions(device: torch.device) -> Iterator[Finding]:
     """Losses under plans of each kind of decision beside those of DDP."""
-    for name, model in [*((name, model) for name, (model, _) in _DECISIONS.items()), ("race", "mingpt")]:
-        ours, theirs = (_on_ranks(device, _decided, name=each, model=model)[0] for each in (name, "ddp"))
+    models = {name: model for name, (model, _) in _DECISIONS.items()} | {"race": "mingpt"}
+    by_ddp = {
+        model: _on_ranks(device, _decided, name="ddp", model=model)[0] for model in dict.fromkeys(models.values())
+    }
+    for name, model in models.items():
+        ours, theirs = _on_ranks(device, _decided, name=name, model=model)[0], by_ddp[model]
         apart = max(abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=False))
         numbers = {"apart": apart, "steps": len(ours), "last": ours[-1]}
         yield Finding(f"decisions: {name}", apart <= 1e-4 and len(ours) >= len(theirs), numbers)
