@@ -71,8 +71,8 @@ class PlanMonitor(pl.Callback):
     The first steps are left out, and on CPU the steps in which bytes are counted. Training never waits for a
     measurement. It is said once of a plan if 50 steps in a row take 15% longer than its first ones with as large
     batches, or if its peak is within 3% of the memory limit although less was predicted. The monitor adds nothing to
-    checkpoints. While plans race, values are those of the plan whose turn it
-    is, and there is no peak; the final table is about the steps after the race.
+    checkpoints. While plans race, values are those of the plan whose turn it is, and there is no peak; the final table
+    is about the steps after the race.
 
     Args:
         progress_bar: True shows values in the progress bar.

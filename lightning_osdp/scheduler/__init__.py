@@ -6,11 +6,12 @@
 from lightning_osdp.scheduler.by_hand import BY_HAND, HandMade, made_by_hand
 from lightning_osdp.scheduler.candidates import Racer, are_close, candidates
 from lightning_osdp.scheduler.fallback import freeable_bytes, in_micro_batches, with_less_memory
-from lightning_osdp.scheduler.pace import WATCHED_STEPS, Pace
+from lightning_osdp.scheduler.pace import ALIKE, WATCHED_STEPS, Pace
 from lightning_osdp.scheduler.planning import ANY_PREFETCH, PlanMethod, judge_plan, make_plan, method_of
 from lightning_osdp.scheduler.race import Race, Turn
 
 __all__ = [
+    "ALIKE",
     "ANY_PREFETCH",
     "BY_HAND",
     "WATCHED_STEPS",

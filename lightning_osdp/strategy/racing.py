@@ -18,16 +18,15 @@ from lightning_osdp.callbacks.plan_monitor import StepClock
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.scheduler import WATCHED_STEPS, Pace, Race, Racer, are_close, candidates
+from lightning_osdp.scheduler import ALIKE, WATCHED_STEPS, Pace, Race, Racer, are_close, candidates
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning.publish import write_plan
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, in_step, on_rank_zero
 from lightning_osdp.strategy.sharding.units import ReusableModel, Units
 
-COMPARABLE = 0.9
-"""Part of the largest step's elements from which on a step can be compared; an epoch's last one may be smaller."""
 MOST_AGAIN = 2
-"""Times that a turn with such a step is taken again; where all batches differ, nothing would be compared else."""
+"""Times that a turn is taken again in which a step is not `ALIKE` the largest, as an epoch's last one: where all
+batches differ, nothing would be compared else."""
 
 MOST_SHARE = 0.1
 """Part of a fit's steps that a race may last where the user leaves open whether there is one.
@@ -160,7 +159,7 @@ class Racing(pl.Callback):
         self._most_elements = max(self._most_elements, *elements)
         turn = self._race.turn if self._has_begun else None
         if turn is not None:
-            is_small = min(elements[1:]) < COMPARABLE * self._most_elements
+            is_small = min(elements[1:]) < ALIKE * self._most_elements
             if is_small and self._num_again < MOST_AGAIN:
                 self._num_again, self._steps_left = self._num_again + 1, turn.num_steps
                 return
