@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp.apply import ShardedModel, internals, units
-from lightning_osdp.apply.internals import access, backward, dtensors, gathering, resident, sharding, unsharded
+from lightning_osdp.apply.internals import access, backward, dtensors, gathering, sharding, unsharded
 from lightning_osdp.errors import ConfigurationError
 
 METHODS = [f"{kind.__name__}.{name}" for kind, names in access._METHODS.items() for name in names]
@@ -507,17 +507,17 @@ def test_a_tensor_that_is_given_twice_arrives_as_one():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int8])
-def test_a_digest_tells_of_every_change_and_of_the_order(dtype):
+def test_a_hash_tells_of_every_change_and_of_the_order(dtype):
     rows = (torch.arange(3 * 5000).remainder(97) + 1).to(dtype).view(3, 5000)
-    known = resident._digest(rows)
-    assert resident._digest(rows.clone()) == known
+    known = dtensors.hash_of(rows)
+    assert dtensors.hash_of(rows.clone()) == known
     for place in (0, 4095, 4096, 14_999):
         changed = rows.clone()
         changed.view(-1)[place] += 1
-        assert resident._digest(changed) != known
-    assert resident._digest(rows.roll(1, 1)) != known
-    assert resident._digest(rows[[1, 0, 2]]) != known
+        assert dtensors.hash_of(changed) != known
+    assert dtensors.hash_of(rows.roll(1, 1)) != known
+    assert dtensors.hash_of(rows[[1, 0, 2]]) != known
 
 
-def test_a_digest_of_nothing_is_a_number():
-    assert resident._digest(torch.empty(0, 3)) == 0
+def test_a_hash_of_nothing_is_a_number():
+    assert dtensors.hash_of(torch.empty(0, 3)) == 0

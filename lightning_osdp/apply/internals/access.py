@@ -280,5 +280,5 @@ def name_of(parameter: Any) -> str:
 
 
 def hash_of_rows(parameter: Any) -> int:
-    """Hash, as of `dtensors.hash_of`, of the rows that this rank has of an ``FSDPParam``."""
-    return dtensors.hash_of(parameter._sharded_local_tensor)
+    """Hash, below 2^31 - 1, of the rows that this rank has of an ``FSDPParam``."""
+    return dtensors.hash_of(parameter._sharded_local_tensor) % (2**31 - 1)

@@ -17,8 +17,8 @@ from lightning_osdp.errors import ConfigurationError
 
 _SHARD = "_osdp_shard"
 """Attribute that marks parameters as shards of a unit: how often somebody asked for what may be written to unseen."""
-_PIECE = 2**18
-"""Number of elements that are hashed at once."""
+_PIECES = 2**12, 2**18
+"""Least and most elements that are hashed at once, beside 16 bytes for each; between, a 64th of a tensor is."""
 
 
 def read_whole_values() -> None:
@@ -190,10 +190,15 @@ def write_rows(sharded: DTensor, whole: Tensor) -> None:
 
 
 def hash_of(tensor: Tensor) -> int:
-    """Hash of the bits of a tensor, below 2^31 - 1."""
+    """Hash of the bits of a tensor and of their order, below 2^64."""
     flat = tensor.detach().flatten()
     bits = flat.view(torch.int16 if flat.itemsize > 1 else torch.int8)
-    return int(sum(piece.sum() for piece in bits.split(_PIECE))) % (2**31 - 1)
+    least, most = _PIECES
+    found = 0
+    for piece in bits.split(min(max(least, -(-len(bits) // 64)), most)):
+        odd = 2 * torch.arange(len(piece), device=piece.device) + 1
+        found = (found * 1_000_003 + int((piece * odd).sum())) % 2**64
+    return found
 
 
 def num_copies(tensor: Tensor) -> int:

@@ -14,9 +14,6 @@ from lightning_osdp.apply.internals import access, dtensors, gathering, unsharde
 
 _RESIDENT = "lightning_osdp_is_resident"
 """Attribute of units that are told to stay unsharded."""
-_LEAST_PIECE = 2**12
-_NUM_PIECES = 64
-"""Pieces that rows are cut into, one of which is hashed at a time, beside 16 bytes for each of its numbers."""
 
 
 class _Kept(NamedTuple):
@@ -24,7 +21,7 @@ class _Kept(NamedTuple):
 
     mark: tuple[int, ...]
     """Other than before once somebody has written to the shard, or might have."""
-    digest: int | None
+    hash: int | None
     """Hash of this rank's rows of the unsharded weight; None where the shard has memory of its own."""
 
 
@@ -135,11 +132,11 @@ class Residence:
 
     def _keep(self, group: Any) -> None:
         """Keeps a unit that is gathered, and whose shards are where they stay."""
-        digests = [
-            _digest(unsharded.own_rows(group, each)) if unsharded.is_shared(each) else None
+        hashes = [
+            dtensors.hash_of(unsharded.own_rows(group, each)) if unsharded.is_shared(each) else None
             for each in group.fsdp_params
         ]
-        self._kept[group] = [*map(_Kept, _marks(group), digests)]
+        self._kept[group] = [*map(_Kept, _marks(group), hashes)]
 
     def _unshard(self, group: Any, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if group in self._kept and not group.is_unsharded:
@@ -197,7 +194,7 @@ class Residence:
         if not stays(group):
             return True
         shards = zip(group.fsdp_params, self._kept[group], _marks(group), strict=True)
-        return any(_differs(group, parameter, known.digest) for parameter, known, mark in shards if mark != known.mark)
+        return any(_differs(group, parameter, known.hash) for parameter, known, mark in shards if mark != known.mark)
 
 
 def stays(group: Any) -> bool:
@@ -249,22 +246,11 @@ def _move_shard(parameter: Any, flat: Tensor) -> None:
 
 
 @torch.no_grad()
-def _differs(group: Any, parameter: Any, digest: int | None) -> bool:
+def _differs(group: Any, parameter: Any, known_hash: int | None) -> bool:
     """Tells if a shard has other bits than this rank's rows of the unsharded weight had, in the precision of these."""
     rows, shard = unsharded.own_rows(group, parameter), dtensors.local(parameter.sharded_param)
     if rows.shape != shard.shape or rows.device != shard.device:
         return True
-    if digest is not None and _digest(rows) != digest:
+    if known_hash is not None and dtensors.hash_of(rows) != known_hash:
         return True
     return bool(unsharded.differ(rows.flatten(), shard.flatten()))
-
-
-def _digest(rows: Tensor) -> int:
-    """Hash of the bits of a tensor, below 2^64, which depends on their order."""
-    flat = rows.flatten()
-    bits = flat.view(torch.int16 if flat.itemsize > 1 else torch.int8)
-    found = 0
-    for piece in bits.split(max(_LEAST_PIECE, -(-len(bits) // _NUM_PIECES))):
-        odd = 2 * torch.arange(len(piece), device=piece.device) + 1
-        found = (found * 1_000_003 + int((piece * odd).sum())) % 2**64
-    return found
