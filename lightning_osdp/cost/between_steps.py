@@ -46,7 +46,8 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
             for segment in range(first, last + 1) if not is_kept else ():
                 running[segment] += size.gathered
     kept = sum(size.gathered for size, is_kept in zip(layout.units, stays, strict=True) if is_kept)
-    kept -= sum(size.shared for size, each in zip(layout.units, effects, strict=True) if each.is_resident)
+    resident = [size for size, each in zip(layout.units, effects, strict=True) if each.is_resident]
+    kept -= sum(size.shared for size in resident)
     kept += sum(
         size.gathered / step.cluster.num_ranks(each.left_over)
         for size, each in zip(layout.units, effects, strict=True)
@@ -58,17 +59,11 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
         whole + max(segment.evaluation_bytes.at(micro_batch_size), cast)
         for segment, whole, cast in zip(profile.segments, running, gathering, strict=True)
     )
-    sizes = [*zip(layout.units, effects, strict=True)]
-    lingering = engine.most_lingering * max((size.buffer for size, each in sizes if not each.is_resident), default=0.0)
-    resident = [
-        parameter
-        for size, each in sizes
-        if each.is_resident
-        for parameter in zip(size.each_gathered, size.each_shared, strict=True)
-    ]
-    resident.sort(reverse=True)
-    there = accumulate(num_bytes - shared for num_bytes, shared in resident)
-    beside_buffer = [left + shared + num_bytes for left, (num_bytes, shared) in zip(there, resident, strict=True)]
+    buffers = (size.buffer for size, each in zip(layout.units, effects, strict=True) if not each.is_resident)
+    lingering = engine.most_lingering * max(buffers, default=0.0)
+    parameters = sorted((each for size in resident for each in size.parameters), reverse=True)
+    there = accumulate((each.gathered - each.shared for each in parameters), initial=0.0)
+    beside_buffer = [before + 2 * each.gathered for before, each in zip(there, parameters, strict=False)]
     states = _between_steps(step, layout) + profile.batch_bytes.at(micro_batch_size)
     return states + max([kept + lingering + max(transient), *beside_buffer])
 

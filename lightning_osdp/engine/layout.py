@@ -20,12 +20,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from lightning_osdp.core.profile import OptimizerProfile, ParameterProfile
 from lightning_osdp.core.units import UnitProfile
 
 _MOST_KNOWN = 2**14
 """Units whose bytes are remembered: a search asks for the same ones in many settings."""
+
+
+class ParameterBytes(NamedTuple):
+    """Bytes of one parameter on one rank."""
+
+    gathered: float
+    """P of it."""
+    shared: float
+    """Part of its shard that is a view of what is gathered where its unit is resident: none if that is cast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +46,8 @@ class UnitBytes:
     """Parameters at rest."""
     gathered: float
     """P: what lives from a gather to the unit's being freed."""
-    each_gathered: tuple[float, ...]
-    """P of each parameter; of the whole unit where parameters are not profiled."""
-    each_shared: tuple[float, ...]
-    """Part of the shard of each that is a view of what is gathered where the unit is resident: none of it if cast."""
+    parameters: tuple[ParameterBytes, ...]
+    """Bytes of each parameter; of the whole unit where parameters are not profiled."""
     cast_shard: float
     """The shard in the dtype of computing, which lives while the unit is gathered under mixed precision."""
     gradients: float
@@ -65,7 +73,7 @@ class UnitBytes:
     @property
     def shared(self) -> float:
         """Part of the shard that takes no memory of its own where the unit is resident."""
-        return sum(self.each_shared)
+        return sum(parameter.shared for parameter in self.parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,22 +199,17 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
         casts = [float(chunk_elements(each, world_size) * each.gathered_itemsize) for each in cast]
         computed = [each.num_elements * each.gathered_itemsize for each in trained]
         whole = [each.num_elements * each.sent_itemsize for each in trained]
-        elements = ((chunk_elements(each, world_size), each.gathered_itemsize) for each in unit.parameters)
-        each_gathered = tuple(float(world_size * number * itemsize) for number, itemsize in elements)
-        each_shared = tuple(
-            0.0 if each in cast else float(chunk_elements(each, world_size) * each.itemsize) for each in unit.parameters
-        )
+        parameters = tuple(_parameter_bytes(each, world_size) for each in unit.parameters)
     else:
         shard, reduced = unit.parameter_bytes / world_size, unit.trainable_bytes / world_size
         casts = [gathered / world_size] if unit.gathered_bytes != unit.parameter_bytes else []
         computed = whole = [operator.gradient_bytes for operator in unit.operators]
-        each_gathered, each_shared = (gathered,), (0.0 if casts else shard,)
+        parameters = (ParameterBytes(gathered, 0.0 if casts else shard),)
     is_sharded = world_size > 1
     return UnitBytes(
         shard=shard,
         gathered=gathered,
-        each_gathered=each_gathered,
-        each_shared=each_shared,
+        parameters=parameters,
         cast_shard=sum(casts) if is_sharded else max(casts, default=0.0),  # on one rank, one after the other
         gradients=float(unit.gradient_bytes),
         flat_gradient=sent,
@@ -218,6 +221,11 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
         last_whole_gradient=float(whole[-1]) if is_sharded and whole else 0.0,
         casting=float(_casting(computed, whole)),
     )
+
+
+def _parameter_bytes(parameter: ParameterProfile, world_size: int) -> ParameterBytes:
+    shard = float(chunk_elements(parameter, world_size) * parameter.gathered_itemsize)
+    return ParameterBytes(world_size * shard, shard if parameter.itemsize == parameter.gathered_itemsize else 0.0)
 
 
 def _casting(computed: Sequence[int], cast: Sequence[int]) -> int:

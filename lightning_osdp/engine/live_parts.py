@@ -167,16 +167,12 @@ class LiveParts:
 
     def begin_step(self) -> None:
         """Begins a step, before which nothing is gathered: with what is resident."""
-        parameters = [
-            (*num_bytes, unit)
-            for unit in self.resident
-            for num_bytes in zip(self.sizes[unit].each_gathered, self.sizes[unit].each_shared, strict=True)
-        ]
-        for num_bytes, shared, unit in sorted(parameters, reverse=True):
-            buffer = num_bytes if self.world_size > 1 else min(num_bytes, self.sizes[unit].cast_shard)
-            self._add("gathered parameters", num_bytes)
+        parameters = [(each, unit) for unit in self.resident for each in self.sizes[unit].parameters]
+        for each, unit in sorted(parameters, reverse=True):
+            buffer = each.gathered if self.world_size > 1 else min(each.gathered, self.sizes[unit].cast_shard)
+            self._add("gathered parameters", each.gathered)
             self._observe("forward", self._name(unit), "gathered parameters", buffer)
-            self._add("parameter shards", -shared)
+            self._add("parameter shards", -each.shared)
         self.whole.update(self.resident)
 
     def begin_micro_batch(self) -> None:
