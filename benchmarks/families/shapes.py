@@ -13,6 +13,7 @@ from typing_extensions import override
 from benchmarks.families.base import Batch, Family
 from benchmarks.families.dense import TwoLayers
 from benchmarks.families.text import LlamaLayer, LlamaLike, MinGPT, next_token_loss
+from benchmarks.families.vision import WideHead
 from examples.mingpt.model import Block, GPTConfig
 
 
@@ -48,6 +49,21 @@ class Growing128To512(Growing):
     """Ten million parameters, each width twice the one before, as those of a Swin transformer are."""
 
     widths = (128, 128, 128, 128, 256, 256, 256, 256, 512, 512)
+
+
+class ManyRows(Growing):
+    """Two small blocks behind an embedding of many rows, which has nearly all parameters."""
+
+    widths, num_rows = (64, 64), 200_000
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.tokens = nn.Embedding(self.num_rows, self.widths[0])
+
+    @override
+    def draw(self, num_samples: int) -> Batch:
+        rows = torch.randint(self.num_rows, (num_samples, self.length + 1))
+        return rows[:, :-1].contiguous(), rows[:, 1:] % self.vocabulary_size
 
 
 class Adapted(nn.Module):
@@ -139,6 +155,9 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     "12 x 256 like Llama": Llama12x256,
     "3 x 1024": _gpt(3, 1024, num_heads=8),
     "2 x 768": _gpt(2, 768, num_heads=8),  # the paper's wide and shallow one in 1/256 of its parameters: 2 x 12288
+    **{f"2 x 768, {length} tokens": _gpt(2, 768, num_heads=8, sequence_length=length) for length in (32, 512)},
+    "3 wide Linears": WideHead,
+    "200,000 rows": ManyRows,
     "256 to 768": Growing,
     "128 to 512": Growing128To512,
     "6 x 512, LoRA": _gpt(6, 512, num_heads=8, sequence_length=32, kind=Lora),

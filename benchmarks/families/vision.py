@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -51,6 +52,25 @@ class HierarchicalTransformer(Vision):
     def logits(self, images: Tensor) -> Tensor:
         logits: Tensor = self.model(images)
         return logits
+
+
+class WideHead(Vision):
+    """Three wide layers behind a small stem, which have nearly all parameters, as VGG's have."""
+
+    num_classes = 100
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.stem = nn.Conv2d(self.num_channels, 32, 3, stride=4, padding=1)  # 32 channels of 8 x 8 pixels
+        widths = (2048, 2048, 2048, self.num_classes)
+        self.layers = nn.ModuleList(nn.Linear(old, new) for old, new in pairwise(widths))
+
+    @override
+    def logits(self, images: Tensor) -> Tensor:
+        x: Tensor = self.stem(images).flatten(1)
+        for layer in self.layers:
+            x = layer(F.relu(x))
+        return x
 
 
 class Residual(nn.Module):

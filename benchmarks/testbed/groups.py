@@ -12,7 +12,7 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers th
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks.testbed.simulated import SimulatedGroup, SimulatedLinks
-from lightning_osdp.apply import sharded
+from lightning_osdp.apply import agreement, sharded
 from lightning_osdp.apply.internals import in_flight
 
 
@@ -57,10 +57,17 @@ dist.Backend.register_backend("simulated", _make, extended_api=True, devices=["c
 
 @contextmanager
 def _default_group(backend: str, world_size: int, options: Any = None) -> Iterator[None]:
-    """Makes a default group within which OSDP does not try optimizers on shards: that compares values of all ranks."""
+    """Makes a default group of ranks that do not exist.
+
+    Within it OSDP does not try optimizers on shards, which compares values of all ranks, and ranks are taken to have
+    equally many rows where activations move.
+    """
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=world_size, pg_options=options)
     try:
-        with mock.patch.object(sharded, "try_optimizer"):
+        with (
+            mock.patch.object(sharded, "try_optimizer"),
+            mock.patch.object(agreement.Agreement, "rows_of_ranks", lambda *given: [given[-1]] * world_size),
+        ):
             yield
     finally:
         dist.destroy_process_group()

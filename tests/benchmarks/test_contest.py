@@ -71,7 +71,10 @@ def test_nodes_send_each_other_what_they_should(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nothing",), "Expected one of headline, nodes, accumulation, lora, activations, splitting, got 'nothing'."),
+        (
+            ("nothing",),
+            "Expected one of headline, nodes, accumulation, lora, stationary, activations, splitting, got 'nothing'.",
+        ),
         (("headline", ["two"]), "Expected sections of headline among one, global, got two."),
     ],
 )

@@ -16,6 +16,15 @@ def test_a_step_gives_every_parameter_a_gradient(name):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
 
 
+@pytest.mark.parametrize(("name", "large"), [("3 wide Linears", "layers"), ("200,000 rows", "tokens")])
+def test_shapes_of_large_layers_have_nearly_all_parameters_there(name, large):
+    module = build(name)
+    module.training_step(module.batch(2), 0).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+    of_large, of_all = (sum(p.numel() for p in part.parameters()) for part in (module.get_submodule(large), module))
+    assert of_large > 0.9 * of_all
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_seed_decides_weights_and_batch_and_leaves_the_generator_alone(name):
     before = torch.get_rng_state()

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.testbed.beside_fsdp.contest import Division
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
-from lightning_osdp.core.axes import MODES
+from lightning_osdp.core.axes import MODES, NAMED_MODES
 
 _NUM_QUICK_RIVALS = 4
 _LEAST_QUICK_LIMIT = 0.95
@@ -175,6 +175,13 @@ _LORA = Contest(
     spaces={"OSDP": {"activations": ["keep"]}},
     goals=(Goal(over=BASE.name, least=1.5), Goal(over=RESIDENT.name, limits=(None,), least=0.97)),
 )
+_BY_WEIGHTS = "OSDP, weights move"
+_STATIONARY = Contest(
+    models=("200,000 rows", "2 x 768, 32 tokens", "2 x 768"),
+    rates_mbit=(200.0,),
+    rivals=(BASE, *AHEAD, DDP),
+    spaces={_BY_WEIGHTS: {}, "OSDP": {"modes": [*NAMED_MODES]}},
+)
 _EVERYWHERE = "OSDP, all blocks recompute"
 _WHOLE = "OSDP, whole blocks"
 _SLICES = tuple(
@@ -229,6 +236,26 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
         "128 tokens": replace(_LORA, micro_batch_size=4),
         "four micro-batches": replace(_LORA, num_micro_batches=4, rates_mbit=(200.0,)),
         "512 tokens": replace(_LORA, micro_batch_size=16),
+    },
+    "stationary": {
+        # three wide Linears, which have nearly all parameters
+        "head": replace(
+            _STATIONARY,
+            models=("3 wide Linears",),
+            rates_mbit=(200.0, 1000.0),
+            rivals=(*(replace(way, by_operator=True) for way in (BASE, *AHEAD)), DDP),
+            micro_batch_size=8,
+            goals=(Goal(over=DDP.name, least=5.0),),
+        ),
+        # an embedding, and a GPT: 128, 32 and 128 tokens a rank
+        "few tokens": replace(
+            _STATIONARY,
+            limits=(1.0, None),
+            goals=(Goal(over=_BY_WEIGHTS, least=1.3), Goal(over=DDP.name, limits=(None,), best=10.0)),
+        ),
+        "512 tokens": replace(
+            _STATIONARY, models=("2 x 768, 512 tokens",), goals=(Goal(over=_BY_WEIGHTS, at_mbit=None, least=0.97),)
+        ),
     },
     "activations": {
         # where memory is too short for fully_shard without checkpointing

@@ -33,6 +33,7 @@ from lightning_osdp import (
     simulate,
 )
 from lightning_osdp.core.affine import ZERO
+from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.slices import slice_names
@@ -123,10 +124,9 @@ def on_one_rank(
     with waited_reduce_scatters(), quiet(), after_the_first_steps():
         cluster = measure_cluster(torch.device("cpu"), node_size=node_size)
         samples = _profiled(division, micro_batch_size, num_micro_batches)
-        profiles = [
-            profile_model(build(model), build(model).batch(size), activations=_RECOMPUTING, together=in_step)
-            for size in samples
-        ]
+        exchanges = any(STATIONARY.name in fields.get("modes", ()) for fields in spaces.values())
+        profile = partial(profile_model, activations=_RECOMPUTING, exchanges=exchanges, together=in_step)
+        profiles = [profile(build(model), build(model).batch(size)) for size in samples]
         entrants: list[Entrant] = []
         if dist.get_rank() == 0:
             known = [Baseline(**fields) for fields in baselines]

@@ -16,10 +16,13 @@ import dataclasses
 import pytest
 
 from benchmarks.families import build
-from benchmarks.testbed.groups import fake_group, simulated_group
+from benchmarks.measures.accuracy.memory import ANY_RATES
+from benchmarks.testbed.groups import counted_group, fake_group, simulated_group
 from benchmarks.testbed.memory import PHASES, WARM_UP_STEPS, count_step
 from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.simulated import SimulatedLinks
+from lightning_osdp import Cluster, SearchSpace, make_plan, profile_model
+from lightning_osdp.core.cluster import Link
 from tests.benchmarks.testbed.linears import LAYER_BYTES, Linears, plan_for_linears
 
 
@@ -69,6 +72,21 @@ def test_buffers_that_are_gathered_synchronously_outlive_the_next_copy(asynchron
     with fake_group(2):
         found = count_step(Linears(), plan)
     assert layers(found) == [forward, 9.0, 8.5, 7.5]
+
+
+def test_units_that_move_activations_are_counted_as_predicted():
+    link = Link(latency_s=0.0, seconds_per_byte=1e-6)
+    plan = make_plan(
+        profile_model(build("tiny"), build("tiny").batch(2), rates=ANY_RATES, exchanges=True),
+        Cluster(world_size=4, all_gather=link, reduce_scatter=link),
+        memory_limit_bytes=2**40,
+        micro_batch_size=1,
+        search_space=SearchSpace(modes=("ZDP", "DP", "stationary"), activations=("keep",), min_unit_bytes=0),
+    )
+    assert "pair" in {unit.exchange for unit in plan.units if "stationary" in unit.modes}
+    with counted_group(4):
+        counted = count_step(build("tiny"), plan).peak_bytes
+    assert plan.peak_bytes == pytest.approx(counted, rel=0.01)
 
 
 @pytest.mark.slow
