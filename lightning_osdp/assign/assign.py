@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.merging.slices import agreed_on
-from lightning_osdp.assign.overlap import solve_overlapped
+from lightning_osdp.assign.overlap import bound_overlapped, solve_overlapped
 from lightning_osdp.assign.paths import Paths
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.assign.solve import fill, solve
+from lightning_osdp.assign.solve import Solved, fill, solve
 from lightning_osdp.core.axes import HDP
 from lightning_osdp.cost import PeakMemory
 from lightning_osdp.engine import effects_of
@@ -62,7 +62,7 @@ def assign_modes(
         if peak.peak_bytes <= memory_limit_bytes:
             return replace(found, peak=peak, bound_s=min(first.bound_s, found.bound_s))
         room_bytes -= peak.peak_bytes - memory_limit_bytes
-        found = _assigned(setting, room_bytes, search, worth_s)
+        found = _assigned(setting, room_bytes, search, worth_s, before=found)
     least = setting.costs.least_memory_modes
     peak = setting.costs.exact_peak(least)
     if peak.peak_bytes > memory_limit_bytes:
@@ -84,14 +84,34 @@ def assignment_of(setting: Setting, modes: Modes, *, bound_s: float | None) -> A
     )
 
 
-def _assigned(setting: Setting, memory_limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
-    """Fastest modes found that fit by the closed form; None if none do."""
+def bound_ahead_s(setting: Setting, modes: Modes, *, memory_limit_bytes: int, search: str, enough_s: float) -> float:
+    """Seconds that no modes go below that fit as if to gather ahead took no memory; more than enough is not looked for.
+
+    Args:
+        setting: a step with every unit gathered ahead that may be, whose modes with the least memory fit.
+        modes: good ones, which need not fit.
+        memory_limit_bytes: as of `assign_modes`.
+        search: likewise.
+        enough_s: seconds that are enough.
+    """
+    memory = setting.ahead_for_free.costs.memory
+    rooms = memory.room_bytes(memory_limit_bytes)
+    if setting.overlaps:
+        return bound_overlapped(setting, memory, rooms, modes, search=search, enough_s=enough_s)
+    return solve(replace(setting.costs.additive, memory=memory), rooms, search=search).bound_s
+
+
+def _assigned(
+    setting: Setting, memory_limit_bytes: int, search: str, worth_s: float, *, before: Assignment | None = None
+) -> Assignment | None:
+    """Fastest modes found that fit by the closed form; None if none do. ``before`` was found in more memory."""
     costs = setting.costs
     if costs.peak(costs.least_memory_modes).peak_bytes > memory_limit_bytes:
         return None
     rooms = costs.memory.room_bytes(memory_limit_bytes)
     if setting.overlaps:
-        solved = solve_overlapped(setting, rooms, search=search, worth_s=worth_s)
+        known = None if before is None else Solved(before.modes, before.step_time_s, before.bound_s)
+        solved = solve_overlapped(setting, rooms, search=search, worth_s=worth_s, before=known)
     else:
         solved = solve(costs.additive, rooms, search=search)
     modes = agreed_on(setting, solved.modes)

@@ -126,8 +126,13 @@ def _extended(
             left_bytes = before_bytes - window_bytes
             if total_bytes > room_bytes or left_bytes < 0:
                 continue
-            bound_s = max(time_s + price * total_bytes + rest_s for price, rest_s in rests)
-            if bound_s < cut_s:
+            bound_s = -math.inf
+            for price, rest_s in rests:  # a loop, for there are millions of states
+                least_s = time_s + price * total_bytes + rest_s
+                if least_s >= cut_s:
+                    break
+                bound_s = max(bound_s, least_s)
+            else:
                 if left_bytes != math.inf:
                     left_bytes = min(left_bytes, room_bytes - total_bytes)
                 extended.append(_State(total_bytes, left_bytes, time_s, bound_s, (mode, path)))

@@ -8,13 +8,15 @@ may move activations are tried either way, one by one. In the end units that are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lightning_osdp.assign.additive import NO_GAIN, Additive, Modes
 from lightning_osdp.assign.paths import Path, Paths
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.assign.solve import MAX_EXTENDED, Solved, fill, solve, violated
+from lightning_osdp.assign.solve import MAX_EXTENDED, Solved, fill, repair, solve, violated
 from lightning_osdp.core.axes import Treatment
+from lightning_osdp.cost import StepMemory
 from lightning_osdp.engine import effects_of
 
 MAX_PATHS = 4
@@ -39,11 +41,34 @@ ENOUGH = 1e-3
 """A gap that is as good as none: it ends the search."""
 
 
-def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, worth_s: float) -> Solved:
-    """Fastest modes found where the cluster overlaps; modes that cannot be faster than ``worth_s`` are not improved."""
+def solve_overlapped(
+    setting: Setting, rooms: Sequence[float], *, search: str, worth_s: float, before: Solved | None = None
+) -> Solved:
+    """Fastest modes found where the cluster overlaps; modes that cannot be faster than ``worth_s`` are not improved.
+
+    What was found ``before`` with more room is where the search goes on; its bound holds with less room, too.
+    """
     incumbent = _Incumbent(setting, rooms)
-    incumbent.offer(_solve(setting.costs.additive, rooms, search).modes)
-    bound_s = _bound_s(incumbent, search)
+    if before is None:
+        first = solve(setting.costs.additive, rooms, search="greedy")
+        incumbent.offer(first.modes)
+        bound_s = _bound_s(
+            setting,
+            setting.costs.memory,
+            rooms,
+            search,
+            enough_s=worth_s,
+            best=lambda: incumbent.modes,
+            offer=incumbent.offer,
+        )
+        # better additive modes take less by no more than what these take above their bound
+        if bound_s < worth_s and incumbent.time_s - (first.time_s - first.bound_s) < worth_s:
+            incumbent.offer(_improved(setting.costs.additive, rooms, search, first).modes)
+    else:
+        repaired = repair(incumbent.problem, before.modes, rooms)
+        for modes in (repaired, fill(incumbent.problem, repaired, rooms)):
+            incumbent.offer(modes)
+        bound_s = before.bound_s
     while bound_s < worth_s:
         _free(incumbent)
         if incumbent.time_s <= bound_s * (1 + ENOUGH):
@@ -53,33 +78,65 @@ def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, w
     return Solved(modes=incumbent.modes, time_s=incumbent.time_s, bound_s=min(bound_s, incumbent.time_s))
 
 
-def _solve(problem: Additive, rooms: Sequence[float], search: str) -> Solved:
-    """Solution to `ENOUGH`: for many different units the near-instant solver does.
+def bound_overlapped(
+    setting: Setting, memory: StepMemory, rooms: Sequence[float], modes: Modes, *, search: str, enough_s: float
+) -> float:
+    """Seconds that no modes go below that fit in this memory, by paths that are long with these modes, or enough."""
+    return _bound_s(setting, memory, rooms, search, enough_s=enough_s, best=lambda: modes, offer=lambda _: None)
+
+
+def _improved(problem: Additive, rooms: Sequence[float], search: str, first: Solved) -> Solved:
+    """Solution to `ENOUGH`: for many different units the near-instant solver does, whose solution comes first.
 
     All paths of one search together may take as long as one additive solution.
     """
-    solved = solve(problem, rooms, search="greedy")
-    if solved.time_s > solved.bound_s * (1 + ENOUGH):
-        solved = solve(problem, rooms, search=search, tolerance=ENOUGH, max_extended=MAX_EXTENDED // (1 + MAX_PATHS))
-    return solved
+    if first.time_s <= first.bound_s * (1 + ENOUGH):
+        return first
+    return solve(problem, rooms, search=search, tolerance=ENOUGH, max_extended=MAX_EXTENDED // (1 + MAX_PATHS))
 
 
-def _bound_s(incumbent: _Incumbent, search: str) -> float:
-    """Largest bound of a few paths; the modes that make a path short are offered to the incumbent."""
-    paths, tried, bound_s = Paths(incumbent.setting), set[Path](), 0.0
-    latest = incumbent.modes
-    while len(tried) < MAX_PATHS:
-        path = next((each for each in map(paths.longest, (incumbent.modes, latest)) if each not in tried), None)
+def _bound_s(
+    setting: Setting,
+    memory: StepMemory,
+    rooms: Sequence[float],
+    search: str,
+    *,
+    enough_s: float,
+    best: Callable[[], Modes],
+    offer: Callable[[Modes], object],
+) -> float:
+    """Largest bound of a few paths, no better than is enough.
+
+    Args:
+        setting: whose modes are bounded.
+        memory: that they must fit in.
+        rooms: bytes that units may hold of it.
+        search: name of a solver.
+        enough_s: bound from which on a path is left to the near-instant solver.
+        best: returns the best modes so far.
+        offer: is given modes that make a path short.
+    """
+    paths, tried, bound_s = Paths(setting), set[Path](), 0.0
+
+    def solved_modes(problem: Additive) -> Modes:
+        nonlocal bound_s
+        problem = dataclasses.replace(problem, memory=memory)
+        solved = solve(problem, rooms, search="greedy")
+        if solved.bound_s < enough_s and solved.time_s > bound_s:  # else its bound is not the largest
+            solved = _improved(problem, rooms, search, solved)
+        bound_s = max(bound_s, solved.bound_s)
+        offer(solved.modes)
+        return solved.modes
+
+    latest = best()
+    while len(tried) < MAX_PATHS and bound_s < enough_s:
+        path = next((each for each in map(paths.longest, (best(), latest)) if each not in tried), None)
         if path is None:
             break
         tried.add(path)
-        solved = _solve(paths.at(path), incumbent.rooms, search)
-        bound_s, latest = max(bound_s, solved.bound_s), solved.modes
-        incumbent.offer(latest)
-    for mean in paths.means:
-        solved = _solve(mean, incumbent.rooms, search)
-        bound_s = max(bound_s, solved.bound_s)
-        incumbent.offer(solved.modes)
+        latest = solved_modes(paths.at(path))
+    for mean in paths.means if bound_s < enough_s else ():
+        solved_modes(mean)
     return bound_s
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from lightning_osdp.assign.additive import Modes
-from lightning_osdp.assign.assign import Assignment, assign_modes
+from lightning_osdp.assign.assign import Assignment, assign_modes, bound_ahead_s
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
 from lightning_osdp.engine import GATHERS, Event, Moment, in_modes
@@ -25,23 +26,26 @@ _MAX_ROUNDS = 4
 """Times that units are found that must not be gathered ahead; mostly the first one finds all of them."""
 
 
-def assign_ahead(setting: Setting, *, memory_limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
+def assign_ahead(
+    setting: Setting, *, memory_limit_bytes: int, search: str, worth_s: float, floor_s: float
+) -> Assignment | None:
     """The fastest assignment found, with units gathered ahead as far as that fits, and a bound on all of these.
 
-    The setting has every unit gathered ahead that may be, that of the assignment what fits; the other arguments are
-    those of `assign_modes`. None if none fits.
+    The setting has every unit gathered ahead that may be, that of the assignment what fits; ``floor_s`` bounds other
+    settings, and a bound that is no less need not be improved. Other arguments are those of `assign_modes`. None if
+    none fits.
     """
+    given: Any = {"memory_limit_bytes": memory_limit_bytes, "search": search}
     relaxed, costs = setting.ahead_for_free, setting.costs
-    fits = costs.peak(costs.least_memory_modes).peak_bytes <= memory_limit_bytes
-    # nothing is worth improving where only the bound is asked for
-    worth_relaxed_s = 0.0 if fits and relaxed is not setting else worth_s
-    best = assign_modes(relaxed, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_relaxed_s)
+    if relaxed is not setting and costs.peak(costs.least_memory_modes).peak_bytes <= memory_limit_bytes:
+        found = assign_modes(setting, worth_s=worth_s, **given)
+        if found is not None:
+            enough_s = min(found.bound_s, worth_s, floor_s)
+            least_s = bound_ahead_s(setting, found.modes, enough_s=enough_s, **given)
+            return replace(found, bound_s=min(found.bound_s, least_s))
+    best = assign_modes(relaxed, worth_s=worth_s, **given)
     if best is None or relaxed is setting:
         return best
-    if fits:
-        found = assign_modes(setting, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_s)
-        if found is not None:
-            return replace(found, bound_s=min(best.bound_s, found.bound_s))
     chosen = as_far_as_fits(setting, best.modes, memory_limit_bytes=memory_limit_bytes)
     if chosen is None:
         return None

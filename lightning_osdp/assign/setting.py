@@ -32,20 +32,30 @@ from lightning_osdp.cost import (
 from lightning_osdp.engine import DEFAULT, FSDP2, with_activations
 from lightning_osdp.simulation import StepClock
 
+_OF_STEP = ("workload", "modes", "moving", "engine", "least_ahead", "counts_least_ahead")
+"""Fields of a setting that other units have no say in."""
+
 
 class Variants:
     """Settings that were made of others: in other units, which the workload, modes and prefetch have no say in."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[Setting, ...]] = {}
+        self._known: dict[Hashable, tuple[Setting, ...]] = {}  # of one workload, with what their costs have worked out
+        self._workload: Workload | None = None
 
     def once(self, setting: Setting, what: Hashable, make: Callable[[], Iterable[Setting]]) -> list[Setting]:
         """Settings that ``make`` makes of a setting, once for all workloads, offered modes and prefetch settings."""
         key = (setting.units, setting.activations, what)
         if key not in self._made:
             self._made[key] = tuple(make())
-        names = ("workload", "modes", "moving", "engine", "least_ahead", "counts_least_ahead")
-        return [replace(each, **{name: getattr(setting, name) for name in names}) for each in self._made[key]]
+        if setting.workload != self._workload:
+            self._workload, self._known = setting.workload, {}
+        fields = {name: getattr(setting, name) for name in _OF_STEP}
+        known = key, *fields.values()
+        if known not in self._known:
+            self._known[known] = tuple(replace(each, **fields) for each in self._made[key])
+        return [*self._known[known]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,8 +116,7 @@ class Competition:
         Where memory is short, what keeping units saves may be less than what sharing them would have saved: so units
         are shared as if all were sharded, too.
         """
-        worth_s = min(map(_step_time_s, before), default=math.inf)
-        assigned = self._assigned_ahead(setting, worth_s)
+        assigned = self._assigned_ahead(setting, before)
         if assigned is None:
             return []
         found = [assigned]
@@ -127,15 +126,22 @@ class Competition:
             shared = self.shared(base, modes)
             for merged, modes_of_merged in (shared, join_units(*shared, memory_limit_bytes=self.memory_limit_bytes)):
                 if merged is not base and all(merged.units != other.setting.units for other in found):
-                    found += self._again(merged.all_ahead, modes_of_merged, min(worth_s, *map(_step_time_s, found)))
+                    found += self._again(merged.all_ahead, modes_of_merged, [*before, *found])
         return found
 
-    def _assigned_ahead(self, setting: Setting, worth_s: float) -> Assignment | None:
-        return assign_ahead(setting, memory_limit_bytes=self.memory_limit_bytes, search=self.search, worth_s=worth_s)
+    def _assigned_ahead(self, setting: Setting, before: Sequence[Assignment]) -> Assignment | None:
+        """Best modes of a setting after others, which say what is worth finding, and what bound is."""
+        return assign_ahead(
+            setting,
+            memory_limit_bytes=self.memory_limit_bytes,
+            search=self.search,
+            worth_s=min(map(_step_time_s, before), default=math.inf),
+            floor_s=min((each.bound_s for each in before), default=math.inf),
+        )
 
-    def _again(self, setting: Setting, modes: Modes, worth_s: float) -> list[Assignment]:
+    def _again(self, setting: Setting, modes: Modes, before: Sequence[Assignment]) -> list[Assignment]:
         """Best modes of units that were merged, or the given modes, which fit though the closed form may exceed."""
-        again = self._assigned_ahead(setting, worth_s)
+        again, worth_s = self._assigned_ahead(setting, before), min(map(_step_time_s, before))
         found = [] if again is None else [again]
         time_s = setting.costs.step_time_s(modes)
         if time_s < worth_s and (again is None or time_s < again.step_time_s * (1 - NO_GAIN)):

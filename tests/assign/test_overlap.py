@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_osdp.assign import Setting, assign_modes, bound_later_s
+from lightning_osdp.assign import Setting, assign_modes, bound_later_s, solve
 from lightning_osdp.assign.paths import Paths
 from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.cluster import UnitOverhead
@@ -30,17 +30,17 @@ def fitting(found, share):
 
 
 @examples(150)
-@given(case=overlapped(), share=SHARES)
-def test_modes_fit_and_no_modes_that_fit_are_faster_than_the_bound(model, operator, case, share):
+@given(case=overlapped(), share=SHARES, worth=st.sampled_from([0.9, math.inf, math.inf]))
+def test_modes_fit_and_no_modes_that_fit_are_faster_than_the_bound(model, operator, case, share, worth):
     found = made(model, operator, case)
     limit_bytes, times_s = fitting(found, share)
-    assigned = assign_modes(found, memory_limit_bytes=limit_bytes)
     best_s = min(times_s.values())
+    assigned = assign_modes(found, memory_limit_bytes=limit_bytes, worth_s=worth * best_s)
     assert assigned.peak.peak_bytes <= limit_bytes
     assert assigned.step_time_s == times_s[assigned.modes]
     assert assigned.bound_s <= best_s * (1 + 1e-9)
     assert best_s <= assigned.step_time_s <= times_s[found.costs.least_memory_modes]
-    assert assign_modes(found, memory_limit_bytes=limit_bytes) == assigned
+    assert assign_modes(found, memory_limit_bytes=limit_bytes, worth_s=worth * best_s) == assigned
 
 
 @pytest.mark.slow
@@ -145,6 +145,26 @@ def test_where_no_plan_below_the_wanted_time_is_possible_modes_are_not_improved(
         found, cluster=dataclasses.replace(found.cluster, unit_overhead={"gather": UnitOverhead(fixed_s=1.0)})
     )
     assert assign_modes(with_overhead, memory_limit_bytes=10**6, worth_s=math.inf).modes == (DP,) * 9
+
+
+def test_nothing_is_solved_exactly_where_that_is_of_no_use(model, cluster, monkeypatch):
+    profile = model(*(100 + 37 * index % 89 for index in range(8)))
+    found = Setting(
+        profile=profile,
+        units=partition(profile, min_unit_bytes=0),
+        cluster=dataclasses.replace(cluster(2, seconds_per_byte=0.02), overlaps=True),
+        workload=Workload(micro_batch_size=1),
+        engine=EXPLICIT,
+    )
+    least, most = (found.costs.peak(modes).peak_bytes for modes in (found.all_zdp_modes, (DP,) * 9))
+    exact, improve = [], solve.improve
+    monkeypatch.setattr(solve, "improve", lambda *args, **kwargs: exact.append(1) or improve(*args, **kwargs))
+    limits_bytes = range(least, most, (most - least) // 10)
+    for worth_s, is_exact in ((math.inf, True), (1e-9, False)):
+        for limit_bytes in limits_bytes:
+            assign_modes(found, memory_limit_bytes=limit_bytes, worth_s=worth_s)
+        assert bool(exact) == is_exact
+        exact.clear()
 
 
 def test_one_rank_has_nothing_to_overlap(chain):
