@@ -17,6 +17,7 @@ from lightning_osdp.core.units import UnitProfile, grouped
 from lightning_osdp.cost import (
     PAPER_TERMS,
     TERMS,
+    LargestMoments,
     PeakMemory,
     StepMemory,
     Workload,
@@ -43,6 +44,8 @@ class Variants:
         self._made: dict[Hashable, tuple[Setting, ...]] = {}
         self._known: dict[Hashable, tuple[Setting, ...]] = {}  # of one workload, with what their costs have worked out
         self._workload: Workload | None = None
+        self.moments: dict[Hashable, LargestMoments] = {}
+        """Largest moments of settings with other micro-batch sizes, see `cost.step_memory`."""
 
     def once(self, setting: Setting, what: Hashable, make: Callable[[], Iterable[Setting]]) -> list[Setting]:
         """Settings that ``make`` makes of a setting, once for all workloads, offered modes and prefetch settings."""
@@ -297,7 +300,13 @@ class Costs:
         if setting.is_paper:
             return paper_memory(setting)
         moving = [place for place, unit in enumerate(setting.units) if unit.name in setting.moving]
-        return step_memory(setting, activations=setting.activations, moving=moving, engine=setting.bytes_engine)
+        return step_memory(
+            setting,
+            activations=setting.activations,
+            moving=moving,
+            engine=setting.bytes_engine,
+            known=setting.variants.moments,
+        )
 
     @cached_property
     def compute_s(self) -> float:

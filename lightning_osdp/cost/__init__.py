@@ -5,6 +5,7 @@
 
 from lightning_osdp.core.step import Workload
 from lightning_osdp.cost.between_steps import evaluation_peak, saving_peak
+from lightning_osdp.cost.moments import LargestMoments
 from lightning_osdp.cost.paper import PAPER_TERMS, paper_memory
 from lightning_osdp.cost.peak_memory import Held, PeakMemory, StepMemory, exact_peak, saved_bytes, step_memory
 from lightning_osdp.cost.terms import (
@@ -25,6 +26,7 @@ __all__ = [
     "PAPER_TERMS",
     "TERMS",
     "Held",
+    "LargestMoments",
     "PeakMemory",
     "StepMemory",
     "Workload",

@@ -37,8 +37,8 @@ or not; the first micro-batch has not made all gradients yet, and the last one h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -47,10 +47,11 @@ from lightning_osdp.core.axes import KEEP, STATIONARY, ZDP, Treatment
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.moments import largest_moments
+from lightning_osdp.cost.moments import UPDATE, LargestMoments, MomentLine
 from lightning_osdp.engine import (
     DEFAULT,
     FSDP2,
+    MOST_SIMULATED,
     Effects,
     Moment,
     block_effects,
@@ -239,28 +240,46 @@ def exact_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAUL
 
 
 def step_memory(
-    step: Step, *, activations: Sequence[str] = (KEEP,), moving: Collection[int] = (), engine: FSDP2 = DEFAULT
+    step: Step,
+    *,
+    activations: Sequence[str] = (KEEP,),
+    moving: Collection[int] = (),
+    engine: FSDP2 = DEFAULT,
+    known: MutableMapping[Hashable, LargestMoments] | None = None,
 ) -> StepMemory:
     """Peak of one optimizer step on one rank, for any choice of modes, and of what its blocks may do by `activations`.
 
     In the step itself all blocks keep what they save. Units at the places ``moving`` move activations in all modes.
+    Largest moments that are ``known`` from other micro-batch sizes of the step are not looked for again; those that are
+    found are added.
     """
     least = [STATIONARY if unit in moving else ZDP for unit in range(len(step.units))]
-    profile, units = step.profile, step.units
+    profile, units, samples = step.profile, step.units, step.workload.micro_batch_size
     order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, step.cluster.world_size).units
-    saved = [_saved_beyond(units[unit], activations, step.workload.micro_batch_size) for unit in order]
+    saved = [_saved_beyond(units[unit], activations, samples) for unit in order]
     in_flight = in_flight_bytes(step.cluster, _copied(step, activations))
-    moments: dict[int, Moment] = {}
+    known = {} if known is None else known
+    of_step = id(profile), id(step.cluster), units, tuple(moving), engine
+    largest: dict[int, tuple[float, MomentLine, float]] = {}
     update: Moment | None = None
-    for choice in activations if any(saved) else activations[:1]:
-        chosen = with_activations(profile, _all_alike(units, choice, dict(zip(order, saved, strict=True))))
-        found, update = largest_moments(in_modes(replace(step, profile=chosen), least), least, engine)
+    for choice in [each for each in activations if any(each in of for of in saved)] or activations[:1]:
+        blocks = _all_alike(units, choice, dict(zip(order, saved, strict=True)))
+        key = *of_step, min(MOST_SIMULATED, step.workload.num_micro_batches), tuple(blocks.items())
+        if key not in known:
+            known[key] = _moments_with(step, blocks, least, engine)
+        found = known[key].at(samples)
+        update = found[UPDATE].at(samples)
         before = list(accumulate((each.get(choice, 0.0) for each in saved), initial=0.0))
-        for k, moment in found.items():
-            floor = moment.less("activations", before[k])
-            floor = floor.less("copies in flight", floor.parts["copies in flight"] - in_flight)
-            if k not in moments or floor.num_bytes > moments[k].num_bytes:
-                moments[k] = floor
+        for k, line in found.items():
+            if k != UPDATE:
+                num_bytes = line.num_bytes(samples) - before[k]
+                num_bytes -= line.moment.parts["copies in flight"] - in_flight
+                if k not in largest or num_bytes > largest[k][0]:
+                    largest[k] = num_bytes, line, before[k]
+    moments = {}
+    for k, (_, line, before_bytes) in largest.items():
+        floor = line.at(samples).less("activations", before_bytes)
+        moments[k] = floor.less("copies in flight", floor.parts["copies in flight"] - in_flight)
     return StepMemory(
         order=order,
         gathered_bytes=tuple(sizes[unit].gathered for unit in order),
@@ -283,6 +302,21 @@ def step_memory(
         if step.cluster.has_nodes
         else (),
     )
+
+
+def _moments_with(step: Step, blocks: Mapping[str, str], modes: Sequence[Treatment], engine: FSDP2) -> LargestMoments:
+    """Largest moments of a step whose blocks make these choices.
+
+    What may be in flight to the host is no line over the samples, and neither is what exchanges of activations send.
+    """
+    profile, units, cluster, workload = step.profile, step.units, step.cluster, step.workload
+
+    def make() -> Step:
+        chosen = with_activations(profile, blocks)
+        return in_modes(Step(profile=chosen, units=units, cluster=cluster, workload=workload), modes)
+
+    is_affine = not cluster.host_copies_overlap and not any(effects_of(mode).exchanges for mode in modes)
+    return LargestMoments(make, modes, engine, is_affine=is_affine)
 
 
 @lru_cache(maxsize=64)

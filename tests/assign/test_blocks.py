@@ -13,7 +13,7 @@ from lightning_osdp.core.axes import DP, LEVELS, ZDP
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.profile import BlockProfile, Level
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload
+from lightning_osdp.cost import Workload, step_memory
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
 from tests.engines import ENGINES
@@ -187,6 +187,26 @@ def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data, 
     assert fine.costs.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
     assert estimate.peak.peak_bytes <= fine.costs.peak(modes).peak_bytes
     assert all(num_bytes > -1e-6 for _, moment in estimate.moments for num_bytes in moment.parts.values())
+
+
+@examples(60)
+@given(
+    settings_to_plan(),
+    st.sampled_from([CHOICES[:2], CHOICES, *WITH_LEVELS]),
+    st.lists(st.integers(1, 300), min_size=2, max_size=4),
+)
+def test_what_is_known_of_one_micro_batch_size_tells_the_memory_of_others(blocked, fields, choices, sizes):
+    setting, known = block_units(blocked(**fields), choices)[0], {}
+    for size in sizes:
+        step = setting.at(size)
+        told = step_memory(step, activations=choices, engine=step.engine, known=known)
+        read = step_memory(step, activations=choices, engine=step.engine)
+        assert told.moments.keys() == read.moments.keys()
+        for k, moment in told.moments.items():
+            assert moment.num_bytes == pytest.approx(read.moments[k].num_bytes, rel=1e-9, abs=1e-6)
+            assert sum(moment.parts.values()) == pytest.approx(moment.num_bytes, rel=1e-9, abs=1e-6)
+        assert told.update.num_bytes == pytest.approx(read.update.num_bytes)
+    assert len(known) <= len(choices)
 
 
 def test_a_unit_inside_a_block_that_recomputes_is_gathered_for_that_and_stays_for_its_backward(blocked, cluster):
