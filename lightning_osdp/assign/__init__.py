@@ -8,7 +8,14 @@ bounds every plan from below, and `repair` makes plans of the solutions that vio
 """
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
-from lightning_osdp.assign.assign import Assignment, assign_modes, assignment_of, bound_later_s, fill_spare
+from lightning_osdp.assign.assign import (
+    Assignment,
+    assign_modes,
+    assignment_of,
+    bound_later_s,
+    bound_of_larger_s,
+    fill_spare,
+)
 from lightning_osdp.assign.menu import applicable
 from lightning_osdp.assign.merging.blocks import block_units, chosen_activations
 from lightning_osdp.assign.merging.join import apart_units, join_units, pair_units, trained_together
@@ -31,6 +38,7 @@ __all__ = [
     "assignment_of",
     "block_units",
     "bound_later_s",
+    "bound_of_larger_s",
     "chosen_activations",
     "ever_more_slices",
     "fill_spare",

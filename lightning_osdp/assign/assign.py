@@ -193,6 +193,12 @@ def bound_later_s(setting: Setting, bound_s: float, *, micro_batch_size: int) ->
     none takes less than before, nor less than the paths of the larger micro-batch.
     """
     later = setting.at(micro_batch_size)
+    found_s = bound_of_larger_s(setting, bound_s, later)
+    return max(found_s, Paths(later).least_s()) if setting.overlaps else found_s
+
+
+def bound_of_larger_s(setting: Setting, bound_s: float, larger: Setting) -> float:
+    """Seconds of `bound_later_s`, for the setting with a larger micro-batch; fewer of them where something overlaps."""
     if setting.overlaps:
-        return max(bound_s, Paths(later).least_s())
-    return bound_s + later.costs.compute_s - setting.costs.compute_s
+        return max(bound_s, larger.costs.compute_s)
+    return bound_s + larger.costs.compute_s - setting.costs.compute_s

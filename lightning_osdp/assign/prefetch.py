@@ -12,6 +12,7 @@ ahead: a plan without that prefetch alone is nearly as fast as one with all of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ _MAX_ROUNDS = 4
 
 
 def assign_ahead(
-    setting: Setting, *, memory_limit_bytes: int, search: str, worth_s: float, floor_s: float
+    setting: Setting, *, memory_limit_bytes: int, search: str, worth_s: float, floor_s: float = math.inf
 ) -> Assignment | None:
     """The fastest assignment found, with units gathered ahead as far as that fits, and a bound on all of these.
 

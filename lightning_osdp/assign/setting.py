@@ -21,6 +21,7 @@ from lightning_osdp.cost import (
     PeakMemory,
     StepMemory,
     Workload,
+    apart_s,
     exact_peak,
     more_optimizer_s,
     optimizer_s,
@@ -135,6 +136,12 @@ class Setting(Step):
                 members |= {name: [name] for name in slice_names(unit.name, found.num_slices[unit.name])}
         units = grouped(profile, members)
         return replace(self, profile=profile, units=units, decided=found, activations=(KEEP,))
+
+    @property
+    def key(self) -> Hashable:
+        """Key that is equal for settings that come of one another and differ in the micro-batch size alone."""
+        of_model = id(self.profile), self.units, self.activations, self.moving
+        return *of_model, self.engine, self.counts_least_ahead, self.workload.num_micro_batches
 
     @property
     def unchanged(self) -> ModelProfile:
@@ -307,6 +314,19 @@ class Costs:
             engine=setting.bytes_engine,
             known=setting.variants.moments,
         )
+
+    @cached_property
+    def least_s(self) -> float:
+        """Seconds that no modes go below, as if memory were no concern: of computing alone where something overlaps."""
+        if self._setting.overlaps:
+            return self.compute_s
+        fastest = (min(map(of.__getitem__, options)) for of, options in zip(self.times_s, self.options, strict=True))
+        return self._constant_s + sum(fastest)
+
+    @property
+    def apart_s(self) -> float:
+        """Seconds by which a step may be faster, at most, where units are shared."""
+        return apart_s(len(self._setting.units), cluster=self._setting.cluster, workload=self._setting.workload)
 
     @cached_property
     def compute_s(self) -> float:

@@ -10,6 +10,7 @@ from lightning_osdp.cost.paper import PAPER_TERMS, paper_memory
 from lightning_osdp.cost.peak_memory import Held, PeakMemory, StepMemory, exact_peak, saved_bytes, step_memory
 from lightning_osdp.cost.terms import (
     TERMS,
+    apart_s,
     block_s,
     collective_s,
     copied_s,
@@ -30,6 +31,7 @@ __all__ = [
     "PeakMemory",
     "StepMemory",
     "Workload",
+    "apart_s",
     "block_s",
     "collective_s",
     "copied_s",

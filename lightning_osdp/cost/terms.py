@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.axes import ZDP, Treatment
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
@@ -199,6 +199,21 @@ def copied_s(block: BlockProfile | None, choice: str, cluster: Cluster, micro_ba
     if block is None:
         return 0.0
     return block_effects(block, choice).copied_bytes.at(micro_batch_size) * cluster.host_copy_s_per_byte
+
+
+def apart_s(num_units: int, *, cluster: Cluster, workload: Workload) -> float:
+    """Most seconds of an optimizer step that so many units take for being units of their own.
+
+    These are the latencies of the collectives of units that reduce their gradients in every micro-batch, and what of
+    the runtime's overhead does not depend on bytes and tensors.
+    """
+    if cluster.world_size == 1:
+        return 0.0
+    latency_s = 2 * cluster.all_gather_s(0.0) + cluster.reduce_scatter_s(0.0)
+    latency_s += cluster.all_reduce_between_s(0.0) if cluster.has_nodes else 0.0
+    numbers = effects_of(ZDP).overheads()
+    fixed_s = sum(numbers[part] * overhead.fixed_s for part, overhead in cluster.unit_overhead.items())
+    return num_units * workload.num_micro_batches * (latency_s + fixed_s)
 
 
 TERMS: dict[str, Callable[..., float]] = {

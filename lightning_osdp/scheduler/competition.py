@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
+from types import MappingProxyType
 
 from lightning_osdp.assign import (
     NO_GAIN,
@@ -19,14 +20,13 @@ from lightning_osdp.assign import (
     join_units,
     share_units,
 )
-from lightning_osdp.core.axes import ZDP, modes_of
+from lightning_osdp.core.axes import SELECTIVE, ZDP, modes_of
 from lightning_osdp.core.plans.search_space import SearchSpace
-from lightning_osdp.scheduler.structures import MOST_TRIED, SMALLER, STRUCTURES, Attempt, all_blocks, blocks
+from lightning_osdp.scheduler.structures import MOST_TRIED, SMALLER, STRUCTURES, Attempt, Bound, all_blocks, blocks
 
 _log = logging.getLogger(__name__)
 
 _least_bytes = attrgetter("costs.least_bytes")
-_step_time_s = attrgetter("step_time_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +45,47 @@ class Competition:
         Where it would not fit else, with blocks that save less, with operators split, or with both.
         """
         first = best = min(settings, key=_least_bytes)
-        attempt = Attempt(settings=(first,), space=self.space, memory_limit_bytes=self.memory_limit_bytes)
+        # to recompute everything takes the fewest bytes
+        names = tuple(name for name in self.space.activations if name != SELECTIVE)
+        space = replace(self.space, activations=names) if "recompute" in names else self.space
+        attempt = Attempt(settings=(first,), space=space, memory_limit_bytes=self.memory_limit_bytes)
         for structure in SMALLER:
             if best.costs.least_bytes <= self.memory_limit_bytes:
                 break
             best = min((best, *structure.make(attempt)), key=_least_bytes)
         return best.ahead_for_free
 
-    def assigned(self, settings: Sequence[Setting]) -> list[Assignment]:
-        """The best modes of each structure that fits; which were tried is in `Attempt.log`."""
-        attempt = Attempt(settings=settings, space=self.space, memory_limit_bytes=self.memory_limit_bytes)
+    def assigned(
+        self,
+        settings: Sequence[Setting],
+        *,
+        worth_s: float = math.inf,
+        known: Mapping[Hashable, Bound] = MappingProxyType({}),
+    ) -> Attempt:
+        """The best modes of each structure that fits and may be of use; some of what fits, where nothing may.
+
+        Args:
+            settings: of one workload, with each setting of prefetching.
+            worth_s: a step time of no use.
+            known: bounds of settings at a smaller micro-batch, by `Setting.key`.
+        """
+        attempt = Attempt(
+            settings=settings,
+            space=self.space,
+            memory_limit_bytes=self.memory_limit_bytes,
+            worth_s=worth_s,
+            known=known,
+        )
         for structure in STRUCTURES:
             for setting in structure.make(attempt) if structure.is_worth_it(attempt) else ():
-                if len(attempt.log) < MOST_TRIED:
-                    attempt.note(structure, setting, self._assigned(setting, attempt.assignments))
+                bound = attempt.bound(setting)
+                # as long as nothing was found, all that fits is searched
+                if bound.seconds == math.inf or (attempt.assignments and not attempt.may_win(bound)):
+                    attempt.bounds.append(bound)
+                elif len(attempt.log) < MOST_TRIED:
+                    attempt.note(structure, setting, self._assigned(setting, attempt))
         _log.debug("tried at micro-batch %d: %s", settings[0].workload.micro_batch_size, attempt.log)
-        return attempt.assignments
+        return attempt
 
     def plain(self, setting: Setting) -> Iterator[tuple[Setting, Modes]]:
         """Plain FSDP: nothing is kept after forward, and activations are kept or blocks recompute all of them.
@@ -110,38 +135,43 @@ class Competition:
             return setting, modes
         return share_units(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
 
-    def _assigned(self, setting: Setting, before: Sequence[Assignment]) -> list[Assignment]:
-        """Best modes of a setting, and of the settings with its units shared where that is faster.
+    def _assigned(self, setting: Setting, attempt: Attempt) -> list[Assignment]:
+        """Best modes of a setting, and of the settings with its units shared where that is faster and may be of use.
 
         Where memory is short, what keeping units saves may be less than what sharing them would have saved: so units
         are shared as if all were sharded, too.
         """
-        assigned = self._assigned_ahead(setting, before)
+        assigned = self._assigned_ahead(setting, attempt, ())
         if assigned is None:
             return []
         found = [assigned]
+        if not attempt.may_win(Bound(setting, assigned.bound_s)):
+            return found
         # where not all fits that may be gathered ahead, units are shared as if that took no memory
         base = setting if assigned.setting.engine == setting.engine else setting.ahead_for_free
         for modes in (assigned.modes, setting.costs.least_memory_modes) if self.space.share_units else ():
             shared = self.shared(base, modes)
             for merged, modes_of_merged in (shared, join_units(*shared, memory_limit_bytes=self.memory_limit_bytes)):
                 if merged is not base and all(merged.units != other.setting.units for other in found):
-                    found += self._again(merged.all_ahead, modes_of_merged, [*before, *found])
+                    found += self._again(merged.all_ahead, modes_of_merged, attempt, found)
         return found
 
-    def _assigned_ahead(self, setting: Setting, before: Sequence[Assignment]) -> Assignment | None:
+    def _assigned_ahead(self, setting: Setting, attempt: Attempt, found: Sequence[Assignment]) -> Assignment | None:
         """Best modes of a setting after others, which say what is worth finding, and what bound is."""
         return assign_ahead(
             setting,
             memory_limit_bytes=self.memory_limit_bytes,
             search=self.search,
-            worth_s=min(map(_step_time_s, before), default=math.inf),
-            floor_s=min((each.bound_s for each in before), default=math.inf),
+            worth_s=min([attempt.best_s, *(each.step_time_s for each in found)]),
+            floor_s=min([*(each.bound_s for each in (*attempt.assignments, *found)), math.inf]),
         )
 
-    def _again(self, setting: Setting, modes: Modes, before: Sequence[Assignment]) -> list[Assignment]:
+    def _again(
+        self, setting: Setting, modes: Modes, attempt: Attempt, before: Sequence[Assignment]
+    ) -> list[Assignment]:
         """Best modes of units that were merged, or the given modes, which fit though the closed form may exceed."""
-        again, worth_s = self._assigned_ahead(setting, before), min(map(_step_time_s, before))
+        again = self._assigned_ahead(setting, attempt, before)
+        worth_s = min([attempt.best_s, *(each.step_time_s for each in before)])
         found = [] if again is None else [again]
         time_s = setting.costs.step_time_s(modes)
         if time_s < worth_s and (again is None or time_s < again.step_time_s * (1 - NO_GAIN)):

@@ -21,6 +21,7 @@ from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.competition import Competition
 from lightning_osdp.scheduler.infeasible import why_infeasible
 from lightning_osdp.scheduler.planned import plan_of
+from lightning_osdp.scheduler.structures import Bound
 from lightning_osdp.scheduler.sweep import Candidate, Sweep
 from lightning_osdp.search import SOLVERS
 from lightning_osdp.simulation import planned_activations, planned_step
@@ -155,7 +156,7 @@ def judge_plan(plan: Plan, profile: ModelProfile, cluster: Cluster, *, memory_li
         policy=BatchPolicy.fixed(plan.micro_batch_size, plan.num_micro_batches),
         progress=silent,
     )
-    judged = Candidate(assignment=assigned, bounds=((setting, assigned.bound_s),))
+    judged = Candidate(assignment=assigned, bounds=(Bound(setting, assigned.bound_s),))
     return dataclasses.replace(_plan(judged, sweep, judged.most_samples_per_s), solver=plan.solver)
 
 

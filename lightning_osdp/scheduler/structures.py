@@ -8,7 +8,8 @@ mode may be made one once others have been found, see `assign.merging`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
@@ -20,13 +21,19 @@ from lightning_osdp.assign import (
     Setting,
     apart_units,
     block_units,
+    bound_of_larger_s,
     chosen_activations,
     ever_more_slices,
     pair_units,
     trained_together,
 )
+from lightning_osdp.assign.merging.slices import WORTH_SPLITTING
 from lightning_osdp.core.axes import LEVELS, STATIONARY, ZDP, Treatment
 from lightning_osdp.core.plans.search_space import SearchSpace
+
+WORTH_TRYING = 0.02
+"""Fraction of a step time by which plans that follow from a setting may be faster than the setting's bound: those with
+units inside of its blocks, and those that fill the room that the closed form of the peak leaves."""
 
 MOST_TRIED = 256
 """Settings that are tried at one micro-batch size, at most: what is left then is not looked at."""
@@ -41,6 +48,26 @@ class Tried(NamedTuple):
     """The step time of its best treatments; None where none fit, or are worth it."""
 
 
+class Bound(NamedTuple):
+    """Setting with the seconds that no modes of the setting go below."""
+
+    setting: Setting
+    seconds: float
+    """Infinite where no modes fit."""
+    has_followers: bool = True
+    """False where what follows from the setting was searched as well."""
+
+    @property
+    def with_followers_s(self) -> float:
+        """Seconds that plans do not go below that follow from the setting, with the setting itself.
+
+        Those with its units shared save no more than being apart takes; others are taken to save `WORTH_TRYING`.
+        """
+        if not self.has_followers:
+            return self.seconds
+        return self.seconds * (1 - WORTH_TRYING) - self.setting.costs.apart_s
+
+
 @dataclass(kw_only=True)
 class Attempt:
     """Settings that were given, and assignments found so far."""
@@ -49,7 +76,13 @@ class Attempt:
     """A unit for each operator, with each setting of prefetching."""
     space: SearchSpace
     memory_limit_bytes: int
+    worth_s: float = math.inf
+    """A step time of no use: a plan of another micro-batch size has as many samples/s."""
+    known: Mapping[Hashable, Bound] = field(default_factory=dict)
+    """Bounds of settings at a smaller micro-batch, by `Setting.key`."""
     assignments: list[Assignment] = field(default_factory=list)
+    bounds: list[Bound] = field(default_factory=list)
+    """All settings so far, searched or not."""
     log: list[Tried] = field(default_factory=list)
     decided: list[Mapping[str, str]] = field(default_factory=list)
     """Decisions on blocks in each setting that was tried."""
@@ -74,8 +107,32 @@ class Attempt:
         smallest = min(self.settings, key=attrgetter("costs.least_bytes"))
         return next((each for each in self.settings if each.engine == engine), smallest)
 
+    @property
+    def best_s(self) -> float:
+        """Step time that plans have to go below to be of use."""
+        return min([self.worth_s, *(each.step_time_s for each in self.assignments)])
+
+    def bound(self, setting: Setting) -> Bound:
+        """The bound of a setting by what is known before it is searched."""
+        smaller = self.known.get(setting.key)
+        if smaller is None:
+            return Bound(setting, setting.costs.least_s)
+        if smaller.seconds == math.inf:
+            return Bound(setting, math.inf)
+        return Bound(setting, bound_of_larger_s(smaller.setting, smaller.seconds, setting))
+
+    def may_win(self, bound: Bound) -> bool:
+        """Tells if the setting, or what follows from it, may be of use."""
+        return bound.with_followers_s < self.best_s
+
     def note(self, structure: Structure, setting: Setting, assigned: Sequence[Assignment]) -> None:
         """Takes what was found with a setting."""
+        for each in assigned:
+            bound = Bound(each.setting.all_ahead, each.bound_s)
+            self.bounds.append(bound._replace(has_followers=not self.may_win(bound)))
+        if not assigned:
+            fits = setting.costs.least_bytes <= self.memory_limit_bytes
+            self.bounds.append(Bound(setting, setting.costs.least_s if fits else math.inf))
         self.assignments += assigned
         self.decided.append(setting.decided.blocks)
         time_s = min((each.step_time_s for each in assigned), default=None)
@@ -265,11 +322,14 @@ def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:
 
 
 def _split(attempt: Attempt, setting: Setting) -> Iterator[Setting]:
-    """Settings with operators split, where that can help."""
+    """Settings with operators split, where that can help: they take no less time than the setting with all it needs."""
     choices = attempt.space.slices
     if setting.cluster.world_size == 1 or len(choices) == 1:
         return
+    if attempt.assignments and not attempt.may_win(Bound(setting, setting.costs.least_s)):
+        return
     peak = setting.costs.peak(setting.costs.least_memory_modes)
     whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
-    if peak.peak_bytes - whole <= attempt.memory_limit_bytes:
+    # no number of slices takes more off the peak than that
+    if whole >= peak.peak_bytes * WORTH_SPLITTING and peak.peak_bytes - whole <= attempt.memory_limit_bytes:
         yield from ever_more_slices(setting, choices)

@@ -10,7 +10,8 @@ leaves open between two sizes is tried, until no size can be better by more than
 
 Where the samples of a step are given, the sizes are those that make them up in whole micro-batches, and all are tried.
 
-Competitors at each size are in `competition`.
+Competitors at each size are in `competition`: of those, only settings are searched that may beat the best plan of all
+sizes so far, by what is known of them at smaller sizes.
 
 References:
     OSDP (Jiang et al. 2022), equation 1 and algorithm 1. Deviation: the paper tries b = 1, 2, 3, ... up to the first
@@ -20,16 +21,18 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 
-from lightning_osdp.assign import Assignment, Modes, Setting, bound_later_s, fill_spare
+from lightning_osdp.assign import Assignment, Modes, Setting, bound_later_s, bound_of_larger_s, fill_spare
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
 from lightning_osdp.core.text.duration import three_digits
 from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.scheduler.competition import Competition
+from lightning_osdp.scheduler.structures import WORTH_TRYING, Bound
 
 TOLERANCE = 1e-3
 """Fraction of samples/s by which some size may be better than the one that is chosen."""
@@ -48,8 +51,8 @@ class Candidate:
     """One micro-batch size with its best assignment."""
 
     assignment: Assignment
-    bounds: tuple[tuple[Setting, float], ...]
-    """All settings that were tried, each with the seconds that no modes of it go below."""
+    bounds: tuple[Bound, ...]
+    """All settings that were looked at."""
 
     @property
     def samples_per_s(self) -> float:
@@ -59,13 +62,18 @@ class Candidate:
     @property
     def most_samples_per_s(self) -> float:
         """Samples/s that no modes exceed at this size."""
-        return max(_samples_per_s(setting, bound_s) for setting, bound_s in self.bounds)
+        return max(_samples_per_s(each.setting, each.seconds) for each in self.bounds)
 
     def most_later(self, micro_batch_size: int) -> float:
         """Samples/s that no modes exceed at any larger size up to this one."""
-        size = micro_batch_size
-        later = ((setting.at(size), bound_later_s(setting, s, micro_batch_size=size)) for setting, s in self.bounds)
-        return max(_samples_per_s(setting, bound_s) for setting, bound_s in later)
+        most = 0.0
+        for bound in self.bounds:
+            seconds, later = bound.with_followers_s, bound.setting.at(micro_batch_size)
+            # the bound that takes longer to find is of interest only where the other one leaves something open
+            if seconds < math.inf and _samples_per_s(later, bound_of_larger_s(bound.setting, seconds, later)) > most:
+                later_s = bound_later_s(bound.setting, seconds, micro_batch_size=micro_batch_size)
+                most = max(most, _samples_per_s(later, later_s))
+        return most
 
 
 def _samples_per_s(setting: Setting, step_time_s: float) -> float:
@@ -115,35 +123,64 @@ class Sweep:
         best = f", best {three_digits(self._best().samples_per_s)} samples/s so far" if self._candidates else ""
         self._progress("searching", f"micro-batch {micro_batch_size}{best}")
         limit_bytes, settings = self.competition.memory_limit_bytes, self._of_size(micro_batch_size)
-        found = self.competition.assigned(settings)
-        filled = [fill_spare(min(found, key=_step_time_s), memory_limit_bytes=limit_bytes)] if found else []
+        worth_s = self._worth_s(settings[0])
+        attempt = self.competition.assigned(settings, worth_s=worth_s, known=self._known(micro_batch_size))
+        filled: list[Assignment] = []
+        if attempt.assignments:
+            best_of_size = min(attempt.assignments, key=_step_time_s)
+            if best_of_size.step_time_s * (1 - WORTH_TRYING) < worth_s:
+                best_of_size = fill_spare(best_of_size, memory_limit_bytes=limit_bytes)
+            filled.append(best_of_size)
         # with several micro-batches the closed form may exceed the peak of modes that are equal in all units
-        uniform = self.competition.best_uniform(settings, min(map(_step_time_s, filled), default=math.inf))
+        known_s = min(worth_s / (1 - WORTH_TRYING), filled[0].step_time_s) if filled else math.inf
+        uniform = self.competition.best_uniform(settings, known_s)
+        bounds = attempt.bounds
         if uniform is not None:
             filled.append(fill_spare(uniform, memory_limit_bytes=limit_bytes))
-            found = found or [uniform]
+            if not attempt.assignments:
+                bounds = [*bounds, Bound(uniform.setting.all_ahead, uniform.bound_s)]
         if not filled:
             return None
         assigned = min(filled, key=_step_time_s)
-        self._candidates[micro_batch_size] = Candidate(
-            assignment=assigned,
-            bounds=tuple((assignment.setting.all_ahead, assignment.bound_s) for assignment in found),
-        )
+        self._candidates[micro_batch_size] = Candidate(assignment=assigned, bounds=tuple(bounds))
         return self._candidates[micro_batch_size]
+
+    def _worth_s(self, setting: Setting) -> float:
+        """Step time of a setting's workload that has the samples/s of the best one so far."""
+        if not self._candidates:
+            return math.inf
+        return setting.workload.num_samples * setting.cluster.world_size / self._best().samples_per_s
+
+    def _known(self, micro_batch_size: int) -> dict[Hashable, Bound]:
+        """Bounds of settings at the largest smaller size that was tried with them, by key."""
+        found: dict[Hashable, Bound] = {}
+        for size in sorted(size for size in self._candidates if size < micro_batch_size):
+            found |= {bound.setting.key: bound for bound in self._candidates[size].bounds}
+        return found
 
     def plain(self, candidate: Candidate) -> tuple[Setting, Modes]:
         """The fastest plain FSDP that fits, of all sizes that were tried and the candidate's, with its prefetching.
 
-        Where none fits, the one that needs the fewest bytes. Its units are shared likewise.
+        Where any size may be chosen, it is also that of the largest sizes that fit. Where none fits, it is the one that
+        needs the fewest bytes. Its units are shared likewise.
         """
         own, memory_limit_bytes = candidate.assignment.setting, self.competition.memory_limit_bytes
-        sizes = dict.fromkeys((*self._candidates, own.workload.micro_batch_size))
-        settings = [each for size in sizes for each in self._of_size(size) if each.engine == own.all_ahead.engine]
-        found = [(setting, modes) for each in settings for setting, modes in self.competition.plain(each)]
+
+        def of_size(size: int) -> list[tuple[Setting, Modes]]:
+            settings = (each for each in self._of_size(size) if each.engine == own.all_ahead.engine)
+            return [plain for setting in settings for plain in self.competition.plain(setting)]
 
         def peak_bytes(plain: tuple[Setting, Modes]) -> int:
             return plain[0].costs.exact_peak(plain[1]).peak_bytes
 
+        def fits(number: int, size: int) -> bool:
+            return peak_bytes(of_size(size)[number]) <= memory_limit_bytes
+
+        sizes = dict.fromkeys((*self._candidates, own.workload.micro_batch_size))
+        if not self._policy.micro_batch_sizes:
+            largest = [largest_fitting(partial(fits, number), max(sizes)) for number in range(len(of_size(1)))]
+            sizes |= dict.fromkeys(size for size in largest if size)
+        found = [plain for size in sizes for plain in of_size(size)]
         fastest = sorted(
             found, key=lambda each: _samples_per_s(each[0], each[0].costs.step_time_s(each[1])), reverse=True
         )
@@ -169,13 +206,17 @@ class Sweep:
         return self._best() if self._candidates else None
 
     def _best_of(self, sizes: Sequence[int]) -> Candidate | None:
-        """Candidate of the first size, unless another one is better by more than `WORTH_CHANGING`."""
-        found = [candidate for candidate in map(self.candidate, sizes) if candidate is not None]
-        if not found:
-            return None
-        best = self._best()
-        is_worth_it = best.samples_per_s > found[0].samples_per_s * (1 + WORTH_CHANGING)
-        return best if is_worth_it or found[0].assignment.setting.workload.micro_batch_size != sizes[0] else found[0]
+        """Candidate of the first size, unless another one is better by more than `WORTH_CHANGING`.
+
+        Large sizes are mostly the best, and leave least of the others to search.
+        """
+        first = self.candidate(sizes[0])
+        for size in sorted(sizes[1:], reverse=True):
+            self.candidate(size)
+        best = self._best() if self._candidates else None
+        if best is None or first is None or best.samples_per_s > first.samples_per_s * (1 + WORTH_CHANGING):
+            return best
+        return first
 
     @property
     def most_samples_per_s(self) -> float:

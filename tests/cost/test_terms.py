@@ -13,7 +13,16 @@ from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, OptimizerProfile, ParameterProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import TERMS, Workload, optimizer_s, overhead_part_s, overhead_s, saved_bytes, unit_s
+from lightning_osdp.cost import (
+    TERMS,
+    Workload,
+    apart_s,
+    optimizer_s,
+    overhead_part_s,
+    overhead_s,
+    saved_bytes,
+    unit_s,
+)
 from lightning_osdp.cost.terms import activations_s, communication_s, compute_s, exchange_s
 from lightning_osdp.engine import EXCHANGES
 from lightning_osdp.simulation import simulate_step
@@ -49,6 +58,27 @@ def test_every_term_is_pure_and_charges_nothing_negative(
         time_s = TERMS[name](one, mode, cluster=ring, workload=work)
         assert time_s >= 0
         assert time_s == TERMS[name](one, mode, cluster=ring, workload=work)
+
+
+@examples(50)
+@given(bytes_of=st.lists(st.integers(1, 2**20), min_size=2, max_size=6), mode=st.sampled_from(ALL_MODES), **sizes)
+def test_one_unit_in_place_of_several_saves_no_more_than_their_latencies_and_what_is_fixed(
+    unit, cluster, workload, bytes_of, mode, world_size, samples, number
+):
+    overhead = {part: UnitOverhead(fixed_s=1e-4, seconds_per_byte=1e-10) for part in UNIT_PARTS}
+    ring = replace(cluster(world_size, latency_s=1e-5, seconds_per_byte=1e-10), unit_overhead=overhead)
+    given = {"cluster": ring, "workload": workload(samples, number)}
+    apart = sum(unit_s(unit(num_bytes), mode, **given) for num_bytes in bytes_of)
+    together = unit_s(unit(sum(bytes_of)), mode, **given)
+    assert apart - together <= apart_s(len(bytes_of) - 1, **given) * (1 + 1e-9) + 1e-12
+
+
+def test_units_are_dearer_apart_by_two_all_gathers_and_a_reduce_scatter_a_micro_batch(cluster, workload):
+    overhead = {part: UnitOverhead(fixed_s=0.1, seconds_per_byte=1.0) for part in UNIT_PARTS}
+    ring = replace(cluster(4, latency_s=0.01, seconds_per_byte=1e-10), unit_overhead=overhead)
+    # three steps of each collective; two gathers, a flatten and a reduce
+    assert apart_s(5, cluster=ring, workload=workload(1, 2)) == pytest.approx(5 * 2 * (3 * 3 * 0.01 + 4 * 0.1))
+    assert apart_s(5, cluster=cluster(1, latency_s=0.01), workload=workload(1, 2)) == 0.0
 
 
 @pytest.mark.parametrize("name", TERMS)

@@ -1,6 +1,8 @@
 """Plans in which blocks recompute or offload what they save."""
 
+import contextlib
 import dataclasses
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +20,12 @@ from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, PlanFormatError
 from lightning_osdp.report.sentences import tell_blocks
-from lightning_osdp.scheduler import PlanMethod, judge_plan, make_plan
+from lightning_osdp.scheduler import PlanMethod, competition, judge_plan, make_plan
 from lightning_osdp.scheduler.fallback import with_less_memory
+from lightning_osdp.scheduler.structures import Attempt
+from lightning_osdp.scheduler.sweep import TOLERANCE
 from lightning_osdp.simulation import simulate
+from tests.tiers import examples
 
 KEEP = SearchSpace(activations=("keep",))
 RECOMPUTE = SearchSpace(activations=("keep", "recompute"))
@@ -326,6 +331,81 @@ def test_where_memory_is_short_blocks_at_levels_recompute_everything(deep, clust
         assert simulate(lower, deep, ranks).peak.peak_bytes <= at_levels.peak_bytes
     assert {(block.activations, block.frees_bytes) for block in last.blocks} == {("recompute", 560)}
     assert [block.costs_s for block in last.blocks] == pytest.approx([0.2] * len(last.blocks))
+
+
+# ---- what is not searched
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Settings that modes were searched for, in order, and whether any fit."""
+    found = []
+    assign = competition.assign_ahead
+
+    def record(setting, **options):
+        assigned = assign(setting, **options)
+        found.append((setting, assigned is not None))
+        return assigned
+
+    monkeypatch.setattr(competition, "assign_ahead", record)
+    return found
+
+
+def test_what_does_not_fit_at_one_size_is_not_searched_at_larger_ones(deep, cluster, tried):
+    limit_bytes = plan(deep, cluster, 10**6, micro_batch_size=3).peak_bytes
+    tried.clear()
+    space = dataclasses.replace(SELECTIVE, share_units=False)
+    found = plan(deep, cluster, limit_bytes, micro_batch_size=BatchPolicy.scale(), search_space=space)
+    assert found.micro_batch_size > 3
+    failed = {}
+    for setting, fits in tried:
+        size = setting.workload.micro_batch_size
+        assert failed.get(setting.key, size) >= size
+        if not fits:
+            failed[setting.key] = min(size, failed.get(setting.key, size))
+    assert len(failed) > 1
+
+
+def test_blocks_that_recompute_are_not_searched_where_that_takes_longer_than_what_was_found(deep, cluster, tried):
+    dear = tuple(dataclasses.replace(block, rerun_s=Affine(0.0, 10.0)) for block in deep.blocks)
+    profile = dataclasses.replace(deep, blocks=dear)
+    limit_bytes = plan(profile, cluster, 10**6).peak_bytes - 100
+    tried.clear()
+    found = plan(profile, cluster, limit_bytes)
+    assert found.blocks == ()
+    # of settings in which nothing is left to choose of blocks, none in which all of them recompute
+    assert not any(setting.decided.blocks for setting, _ in tried)
+    assert any(setting.activations == ("keep",) for setting, _ in tried)
+
+
+@pytest.mark.parametrize("share_units", [False, True])
+@examples(12)
+@given(
+    saved=st.sampled_from([40, 300]),
+    latency_s=st.sampled_from([0.0, 0.05]),
+    share=st.floats(0.3, 0.9),
+    overlaps=st.booleans(),
+)
+def test_what_is_left_out_is_better_by_no_more_than_the_gap(
+    model, operator, cluster, share_units, saved, latency_s, share, overlaps
+):
+    operators = in_blocks(operator, activation_bytes_per_sample=saved)
+    profile = recomputable(model(*operators), BLOCKS)
+    ranks = dataclasses.replace(cluster(2, latency_s=latency_s, seconds_per_byte=0.01), overlaps=overlaps)
+    space = dataclasses.replace(SELECTIVE, share_units=share_units, min_unit_bytes=0)
+    options = {"search_space": space, "engine": NO_PREFETCH}
+    most = make_plan(profile, ranks, memory_limit_bytes=10**6, micro_batch_size=4, **options).peak_bytes
+    options["memory_limit_bytes"] = int(share * most)
+    try:
+        found = make_plan(profile, ranks, micro_batch_size=BatchPolicy.scale(12), **options)
+    except InfeasibleError:
+        return
+    best = 0.0
+    for size in range(1, 13):
+        with mock.patch.object(Attempt, "may_win", return_value=True), contextlib.suppress(InfeasibleError):
+            best = max(best, make_plan(profile, ranks, micro_batch_size=size, **options).samples_per_s)
+    # which units are shared differs from size to size, and is no part of what the gap is about
+    assert best <= found.samples_per_s * (1 + max(found.gap, share_units * TOLERANCE)) * (1 + 1e-9)
 
 
 # ---- with operators in slices

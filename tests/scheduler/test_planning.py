@@ -438,6 +438,20 @@ def test_the_gain_is_over_the_best_plain_fsdp_that_fits(uneven, cluster, limit_b
     assert found.predicted_gain >= 1.0
 
 
+@pytest.mark.parametrize("limit_bytes", [700, 1500, 4000])
+def test_where_any_micro_batch_may_be_chosen_the_gain_is_over_plain_fsdp_at_its_best(uneven, cluster, limit_bytes):
+    ring = cluster(2, seconds_per_byte=0.01)
+    space = SearchSpace(min_unit_bytes=0, share_units=False, slices=(1,))
+    only, options = dataclasses.replace(space, modes=("ZDP",)), {"memory_limit_bytes": limit_bytes}
+    found = plan(uneven, ring, micro_batch_size=BatchPolicy.scale(), search_space=space, **options)
+    most = 0.0
+    for size in range(1, 60):
+        with contextlib.suppress(InfeasibleError):
+            alone = plan(uneven, ring, micro_batch_size=size, search_space=only, **options)
+            most = max(most, size * ring.world_size / alone.all_zdp_step_time_s)
+    assert found.predicted_gain == pytest.approx(found.samples_per_s / most)
+
+
 def test_plain_fsdp_that_does_not_fit_is_nothing_to_compare_with(wide, cluster):
     ring = cluster(2, latency_s=0.01, seconds_per_byte=0.001)
     whole = SearchSpace(min_unit_bytes=0, slices=(1,), modes=("ZDP",), sync=("every",))
