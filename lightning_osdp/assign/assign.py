@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.merging.slices import agreed_on
@@ -26,10 +27,17 @@ class Assignment:
     setting: Setting
     modes: Modes
     step_time_s: float
-    peak: PeakMemory
     bound_s: float
     """Seconds of a step that no assignment goes below that fits by the closed form of `StepMemory`."""
     note: str = ""
+    is_exact: bool = False
+    """True where the peak is that of the events, and not that of the closed form."""
+
+    @cached_property
+    def peak(self) -> PeakMemory:
+        """Predicted peak of one optimizer step."""
+        costs = self.setting.costs
+        return costs.exact_peak(self.modes) if self.is_exact else costs.peak(self.modes)
 
     @property
     def gap(self) -> float:
@@ -58,16 +66,15 @@ def assign_modes(
     for _ in range(MAX_TRIES):
         if found is None:
             break
-        peak = setting.costs.exact_peak(found.modes)
-        if peak.peak_bytes <= memory_limit_bytes:
-            return replace(found, peak=peak, bound_s=min(first.bound_s, found.bound_s))
-        room_bytes -= peak.peak_bytes - memory_limit_bytes
+        peak_bytes = setting.costs.exact_peak_bytes(found.modes)
+        if peak_bytes <= memory_limit_bytes:
+            return replace(found, is_exact=True, bound_s=min(first.bound_s, found.bound_s))
+        room_bytes -= peak_bytes - memory_limit_bytes
         found = _assigned(setting, room_bytes, search, worth_s, before=found)
     least = setting.costs.least_memory_modes
-    peak = setting.costs.exact_peak(least)
-    if peak.peak_bytes > memory_limit_bytes:
+    if setting.costs.exact_peak_bytes(least) > memory_limit_bytes:
         return None
-    return replace(first, modes=least, step_time_s=setting.costs.step_time_s(least), peak=peak)
+    return replace(first, modes=least, step_time_s=setting.costs.step_time_s(least), is_exact=True)
 
 
 def assignment_of(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:
@@ -79,9 +86,7 @@ def assignment_of(setting: Setting, modes: Modes, *, bound_s: float | None) -> A
     time_s = costs.step_time_s(modes)
     if bound_s is None:
         bound_s = Paths(setting.all_ahead).least_s() if setting.overlaps else costs.additive.fastest_s
-    return Assignment(
-        setting=setting, modes=modes, step_time_s=time_s, peak=costs.exact_peak(modes), bound_s=min(time_s, bound_s)
-    )
+    return Assignment(setting=setting, modes=modes, step_time_s=time_s, bound_s=min(time_s, bound_s), is_exact=True)
 
 
 def bound_ahead_s(setting: Setting, modes: Modes, *, memory_limit_bytes: int, search: str, enough_s: float) -> float:
@@ -106,7 +111,7 @@ def _assigned(
 ) -> Assignment | None:
     """Fastest modes found that fit by the closed form; None if none do. ``before`` was found in more memory."""
     costs = setting.costs
-    if costs.peak(costs.least_memory_modes).peak_bytes > memory_limit_bytes:
+    if costs.memory.peak_bytes(costs.least_memory_modes) > memory_limit_bytes:
         return None
     rooms = costs.memory.room_bytes(memory_limit_bytes)
     if setting.overlaps:
@@ -119,7 +124,6 @@ def _assigned(
         setting=setting,
         modes=modes,
         step_time_s=solved.time_s if modes == solved.modes else costs.step_time_s(modes),
-        peak=costs.peak(modes),
         bound_s=solved.bound_s,
         note=solved.note,
     )
@@ -140,7 +144,7 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
     for _ in range(MAX_TRIES):
         found = fill(costs.additive, assignment.modes, [room + spare_bytes for room in rooms])
         found = agreed_on(setting, found)
-        if costs.exact_peak(found).peak_bytes <= memory_limit_bytes:
+        if costs.exact_peak_bytes(found) <= memory_limit_bytes:
             fits = spare_bytes
             if costs.step_time_s(found) < step_time_s:
                 modes, step_time_s = found, costs.step_time_s(found)
@@ -152,12 +156,12 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
     if any("home" in mode for options in costs.options for mode in options):
         found = tuple(HDP if unit.is_root else mode for unit, mode in zip(setting.units, modes, strict=True))
         found_s = costs.step_time_s(found)
-        if found_s < step_time_s and costs.exact_peak(found).peak_bytes <= memory_limit_bytes:
+        if found_s < step_time_s and costs.exact_peak_bytes(found) <= memory_limit_bytes:
             modes, step_time_s = found, found_s
     found = _resident_as_well(setting, modes, step_time_s, memory_limit_bytes)
     if found != modes:
         modes, step_time_s = found, costs.step_time_s(found)
-    return replace(assignment, modes=modes, step_time_s=step_time_s, peak=costs.exact_peak(modes))
+    return replace(assignment, modes=modes, step_time_s=step_time_s, is_exact=True)
 
 
 def _resident_as_well(setting: Setting, modes: Modes, time_s: float, memory_limit_bytes: int) -> Modes:
@@ -177,7 +181,7 @@ def _resident_as_well(setting: Setting, modes: Modes, time_s: float, memory_limi
     while count:
         chosen = {*left[:count]}
         tried = tuple(resident[unit] if unit in chosen else mode for unit, mode in enumerate(modes))
-        fits = costs.exact_peak(tried).peak_bytes <= memory_limit_bytes
+        fits = costs.exact_peak_bytes(tried) <= memory_limit_bytes
         if fits and costs.step_time_s(tried) <= time_s * (1 + NO_GAIN):
             modes, left = tried, left[count:]
             count = len(left)

@@ -38,7 +38,7 @@ def assign_ahead(
     """
     given: Any = {"memory_limit_bytes": memory_limit_bytes, "search": search}
     relaxed, costs = setting.ahead_for_free, setting.costs
-    if relaxed is not setting and costs.peak(costs.least_memory_modes).peak_bytes <= memory_limit_bytes:
+    if relaxed is not setting and costs.memory.peak_bytes(costs.least_memory_modes) <= memory_limit_bytes:
         found = assign_modes(setting, worth_s=worth_s, **given)
         if found is not None:
             enough_s = min(found.bound_s, worth_s, floor_s)
@@ -50,8 +50,7 @@ def assign_ahead(
     chosen = as_far_as_fits(setting, best.modes, memory_limit_bytes=memory_limit_bytes)
     if chosen is None:
         return None
-    time_s, peak = chosen.costs.step_time_s(best.modes), chosen.costs.exact_peak(best.modes)
-    return replace(best, setting=chosen, step_time_s=time_s, peak=peak)
+    return replace(best, setting=chosen, step_time_s=chosen.costs.step_time_s(best.modes), is_exact=True)
 
 
 def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -> Setting | None:
@@ -75,7 +74,7 @@ def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -
             late[way].append(name)
     every = [unit.name for unit in setting.units if not unit.is_root]
     setting = replace(setting, engine=engine.gathering_late(*(every if each else [] for each in may)))
-    return setting if setting.costs.exact_peak(modes).peak_bytes <= memory_limit_bytes else None
+    return setting if setting.costs.exact_peak_bytes(modes) <= memory_limit_bytes else None
 
 
 def _ahead_above(setting: Setting, modes: Modes, memory_limit_bytes: int) -> list[tuple[bool, int | None]]:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
 from lightning_osdp.assign.menu import Price, subject_of, unbeaten
 from lightning_osdp.core.axes import ALL_MODES, DP, KEEP, STATIONARY, ZDP, Subject, Treatment, freed_and_kept
+from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.step import Step
@@ -22,14 +23,16 @@ from lightning_osdp.cost import (
     StepMemory,
     Workload,
     apart_s,
+    exact_moments,
     exact_peak,
+    key_of_moments,
     more_optimizer_s,
     optimizer_s,
     paper_memory,
+    peak_bytes_of,
     resource_s,
     saved_bytes,
     step_memory,
-    unit_s,
 )
 from lightning_osdp.engine import DEFAULT, FSDP2, with_activations
 from lightning_osdp.simulation import StepClock
@@ -45,6 +48,9 @@ class Variants:
         self._made: dict[Hashable, tuple[Setting, ...]] = {}
         self._known: dict[Hashable, tuple[Setting, ...]] = {}  # of one workload, with what their costs have worked out
         self._workload: Workload | None = None
+        self.terms_s: dict[Hashable, tuple[float, Cluster]] = {}
+        """Seconds of units in which the samples of a micro-batch have no say, by what has one; with the cluster, which
+        has to live as long as its id is part of a key."""
         self.moments: dict[Hashable, LargestMoments] = {}
         """Largest moments of settings with other micro-batch sizes, see `cost.step_memory`."""
 
@@ -296,9 +302,19 @@ class Costs:
         """Seconds of a step that a unit takes by these `cost.TERMS`; of its update, what is beyond ZDP's."""
         step = self._setting
         update_s = 0.0 if step.is_paper else more_optimizer_s(step.profile, step.cluster, unit, mode)
-        return update_s + unit_s(
-            unit, mode, cluster=step.cluster, workload=step.workload, engine=step.engine, terms=terms
-        )
+        return update_s + sum(self._term_s(name, unit, mode) for name in terms)
+
+    def _term_s(self, name: str, unit: UnitProfile, mode: Treatment) -> float:
+        """Seconds of one term, which is found once for all micro-batch sizes where samples have no say in it."""
+        step, known = self._setting, self._setting.variants.terms_s
+        key = name, unit, mode, id(step.cluster), step.engine, step.workload.num_micro_batches
+        found = known.get(key)
+        if found is not None:
+            return found[0]
+        seconds = TERMS[name](unit, mode, cluster=step.cluster, workload=step.workload, engine=step.engine)
+        if name not in {"compute", "activations"} and "moves" not in mode:
+            known[key] = seconds, step.cluster
+        return seconds
 
     @cached_property
     def memory(self) -> StepMemory:
@@ -370,6 +386,17 @@ class Costs:
         """Predicted peak of one optimizer step, or a bound on it: see `StepMemory`."""
         return self.memory.peak(modes)
 
+    def exact_peak_bytes(self, modes: Modes) -> int:
+        """Bytes of `exact_peak`; at a third micro-batch size they are known from the others."""
+        setting = self._setting
+        if setting.is_paper:
+            return self.peak(modes).peak_bytes
+        key = *key_of_moments(setting, setting.bytes_engine), modes
+        known = setting.variants.moments
+        if key not in known:
+            known[key] = exact_moments(setting, modes, engine=setting.bytes_engine)
+        return peak_bytes_of(known[key].num_bytes(setting.workload.micro_batch_size)[0])
+
     def exact_peak(self, modes: Sequence[Treatment]) -> PeakMemory:
         """Predicted peak of one optimizer step."""
         if self._setting.is_paper:
@@ -379,4 +406,4 @@ class Costs:
     @property
     def least_bytes(self) -> int:
         """Bytes that the step needs in the modes with the least memory, and with as little gathered ahead as may be."""
-        return self._setting.ahead_for_free.costs.peak(self.least_memory_modes).peak_bytes
+        return self._setting.ahead_for_free.costs.memory.peak_bytes(self.least_memory_modes)

@@ -7,7 +7,17 @@ from lightning_osdp.core.step import Workload
 from lightning_osdp.cost.between_steps import evaluation_peak, saving_peak
 from lightning_osdp.cost.moments import LargestMoments
 from lightning_osdp.cost.paper import PAPER_TERMS, paper_memory
-from lightning_osdp.cost.peak_memory import Held, PeakMemory, StepMemory, exact_peak, saved_bytes, step_memory
+from lightning_osdp.cost.peak_memory import (
+    Held,
+    PeakMemory,
+    StepMemory,
+    exact_moments,
+    exact_peak,
+    key_of_moments,
+    peak_bytes_of,
+    saved_bytes,
+    step_memory,
+)
 from lightning_osdp.cost.terms import (
     TERMS,
     apart_s,
@@ -36,13 +46,16 @@ __all__ = [
     "collective_s",
     "copied_s",
     "evaluation_peak",
+    "exact_moments",
     "exact_peak",
     "exchanged_bytes",
+    "key_of_moments",
     "more_optimizer_s",
     "optimizer_s",
     "overhead_part_s",
     "overhead_s",
     "paper_memory",
+    "peak_bytes_of",
     "resource_s",
     "saved_bytes",
     "saving_peak",

@@ -24,9 +24,9 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.batch_policy import MOST_SAMPLES
@@ -38,144 +38,126 @@ from lightning_osdp.engine import FSDP2, MOST_SIMULATED, Effects, Event, Moment,
 UPDATE = -1
 """The optimizer step, among moments by k."""
 
+_MOST_READ = 2
+"""Numbers of samples that are each read for themselves: most steps are asked for no others."""
 
-@dataclass(frozen=True)
-class MomentLine:
-    """One moment of steps that differ in nothing but the samples of a micro-batch."""
+Teller: TypeAlias = Callable[[int, float, Callable[[], Moment]], object]
+"""Takes the k of each moment, its bytes, and what makes a `Moment` of it where that is wanted."""
 
-    samples: int
-    moment: Moment
-    """The moment with so many samples."""
-    later: Moment | None = None
-    """The moment with `MOST_SAMPLES` more; None where the first is all that is known."""
 
-    @property
-    def per_sample(self) -> float:
-        """Bytes that each sample adds."""
-        return 0.0 if self.later is None else (self.later.num_bytes - self.moment.num_bytes) / MOST_SAMPLES
+class _Line(NamedTuple):
+    """Bytes of one moment, with any number of samples."""
 
-    def num_bytes(self, samples: int) -> float:
-        """Bytes alive with so many samples."""
-        return self.moment.num_bytes + (samples - self.samples) * self.per_sample
-
-    def at(self, samples: int) -> Moment:
-        """The moment with so many samples."""
-        if self.later is None or samples == self.samples:
-            return self.moment
-        share = (samples - self.samples) / MOST_SAMPLES
-        parts = {
-            part: num_bytes + share * (self.later.parts[part] - num_bytes)
-            for part, num_bytes in self.moment.parts.items()
-        }
-        return replace(self.moment, num_bytes=self.num_bytes(samples), parts=parts)
+    per_sample: float
+    num_bytes: float
+    """Bytes with some number of samples."""
 
 
 class LargestMoments:
     """Largest moments of steps that differ in nothing but the samples of a micro-batch.
 
-    The first is read for its own samples alone. For any other, the events are read twice, and what may be the largest
-    moment of any samples is known from then on.
+    The first two are read for their own samples. For a third, the events are read at two numbers of samples far apart,
+    and what may be the largest moment of any samples is known from then on.
 
     Args:
-        make: makes such a step, with what its modes decide of blocks.
-        modes: ZDP, but of units that move activations in all modes that are asked for.
-        engine: runs the step.
+        read: goes through such a step with so many samples, and tells of each moment.
         is_affine: whether bytes are affine in the samples; else each number of samples is read for itself.
     """
 
-    def __init__(
-        self, make: Callable[[], Step], modes: Sequence[Treatment], engine: FSDP2, *, is_affine: bool = True
-    ) -> None:
-        self._make, self._modes, self._engine, self._is_affine = make, modes, engine, is_affine
-        self._first: tuple[int, dict[int, MomentLine]] | None = None
-        self._envelopes: dict[int, list[MomentLine]] = {}
+    def __init__(self, read: Callable[[int, Teller], None], *, is_affine: bool) -> None:
+        self._read, self._is_affine = read, is_affine
+        self._known: dict[int, Mapping[int, float]] = {}
+        self._read_last: tuple[int, Mapping[int, Moment]] | None = None
+        self._near = 0
+        self._envelopes: dict[int, list[_Line]] = {}
 
-    def at(self, samples: int) -> dict[int, MomentLine]:
-        """Largest moments with so many samples.
-
-        Returns:
-            By k, the largest moment at which the first k units of `leaving_order` are freed; there is none for a k at
-            which nothing happens. And the optimizer step, as `UPDATE`.
-        """
-        if self._first is None or (samples != self._first[0] and not self._is_affine):
-            self._first = samples, self._largest(samples)
-        if samples == self._first[0]:
-            return self._first[1]
+    def num_bytes(self, samples: int) -> Mapping[int, float]:
+        """Bytes of the largest moments with so many samples, by k; there is none for a k at which nothing happens."""
+        if samples in self._known:
+            return self._known[samples]
+        if len(self._known) < _MOST_READ or not self._is_affine:
+            found = {k: moment.num_bytes for k, moment in self.moments(samples).items()}
+            self._known = {**self._known, samples: found} if self._is_affine else {samples: found}
+            return found
         if not self._envelopes:
-            self._envelopes = self._found_envelopes(self._first[0])
+            self._near = samples
+            self._envelopes = self._found_envelopes(samples)
+        more = samples - self._near
         return {
-            k: max(lines, key=lambda line: line.num_bytes(samples)) if len(lines) > 1 else lines[0]
+            k: max(num_bytes + more * per_sample for per_sample, num_bytes in lines)
             for k, lines in self._envelopes.items()
         }
 
-    def _largest(self, samples: int) -> dict[int, MomentLine]:
-        largest: dict[int, Moment] = {}
+    def moments(self, samples: int) -> Mapping[int, Moment]:
+        """Largest moments with so many samples, by k; of equal ones the first."""
+        if self._read_last is None or self._read_last[0] != samples:
+            largest: dict[int, Moment] = {}
 
-        def keep_if_largest(k: int, num_bytes: float, moment: Callable[[], Moment]) -> None:
-            if k not in largest or num_bytes > largest[k].num_bytes:
-                largest[k] = moment()
+            def keep_if_largest(k: int, num_bytes: float, moment: Callable[[], Moment]) -> None:
+                if k not in largest or num_bytes > largest[k].num_bytes:
+                    largest[k] = moment()
 
-        self._read(self._make(), samples, keep_if_largest)
-        return {k: MomentLine(samples, moment) for k, moment in largest.items()}
+            self._read(samples, keep_if_largest)
+            self._read_last = samples, largest
+        return self._read_last[1]
 
-    def _found_envelopes(self, samples: int) -> dict[int, list[MomentLine]]:
-        """Moments that are the largest with some number of samples, by k."""
-        step, moments = self._make(), list[tuple[int, Moment]]()
-        for each in (samples, samples + MOST_SAMPLES):
-            self._read(step, each, lambda k, _, moment: moments.append((k, moment())))
-        lines: dict[int, list[MomentLine]] = {}
-        half = len(moments) // 2
-        for (k, moment), (_, later) in zip(moments[:half], moments[half:], strict=True):
-            lines.setdefault(k, []).append(MomentLine(samples, moment, later))
-        return {k: _upper_envelope(of_k) for k, of_k in lines.items()}
-
-    def _read(self, step: Step, samples: int, observer: Callable[[int, float, Callable[[], Moment]], object]) -> None:
-        """Tells an observer of every moment of a step with so many samples, with its k."""
-        step = replace(step, workload=replace(step.workload, micro_batch_size=samples))
-        num_freed = 0  # at the moment that is being read
-
-        def observe(num_bytes: float, moment: Callable[[], Moment]) -> None:
-            observer(num_freed, num_bytes, moment)
-
-        live = self._engine.live_parts(step, observe, modes=self._modes, is_bound=True)
-        simulated = _events(
-            step.units,
-            tuple(effects_of(mode) for mode in self._modes),
-            num_micro_batches=min(MOST_SIMULATED, step.workload.num_micro_batches),
-            num_segments=len(step.profile.segments),
-            rerun=tuple(step.profile.rerun.items()),
-            engine=self._engine,
-        )
-        for events in simulated:
-            live.begin_micro_batch()
-            freed = _Freed(step.units)
-            for event in events:
-                freed.read(event)
-                num_freed = freed.num
-                live.read(event)
-        num_freed = UPDATE
-        live.update()
+    def _found_envelopes(self, samples: int) -> dict[int, list[_Line]]:
+        """Moments that are the largest with some number of samples, by k, with their bytes for so many."""
+        near, far = list[tuple[int, float]](), list[tuple[int, float]]()
+        self._read(samples, lambda k, num_bytes, _: near.append((k, num_bytes)))
+        self._read(samples + MOST_SAMPLES, lambda k, num_bytes, _: far.append((k, num_bytes)))
+        lines: dict[int, set[_Line]] = {}
+        for (k, num_bytes), (_, later_bytes) in zip(near, far, strict=True):
+            lines.setdefault(k, set()).add(_Line((later_bytes - num_bytes) / MOST_SAMPLES, num_bytes))
+        return {k: _upper_envelope(of_k, samples) for k, of_k in lines.items()}
 
 
-def _upper_envelope(lines: Iterable[MomentLine]) -> list[MomentLine]:
-    """Lines that are above all others with some number of samples; of equal ones the first."""
+def _upper_envelope(lines: Iterable[_Line], samples: int) -> list[_Line]:
+    """Lines, with bytes for so many samples, that are above all others with some number of samples."""
 
-    def fixed(line: MomentLine) -> float:
-        return line.num_bytes(0)
+    def meet(line: _Line, steeper: _Line) -> float:
+        return (line.num_bytes - steeper.num_bytes) / (steeper.per_sample - line.per_sample)
 
-    def samples_where_meet(line: MomentLine, steeper: MomentLine) -> float:
-        return (fixed(line) - fixed(steeper)) / (steeper.per_sample - line.per_sample)
-
-    envelope: list[MomentLine] = []
-    numbered = sorted(enumerate(lines), key=lambda each: (each[1].per_sample, fixed(each[1]), -each[0]))
-    for _, line in numbered:
+    envelope: list[_Line] = []
+    for line in sorted(lines):
         while envelope and (
-            fixed(envelope[-1]) <= fixed(line)
-            or (len(envelope) > 1 and samples_where_meet(envelope[-2], line) <= samples_where_meet(*envelope[-2:]))
+            # above the other from no samples on
+            envelope[-1].num_bytes - line.num_bytes <= samples * (envelope[-1].per_sample - line.per_sample)
+            or (len(envelope) > 1 and meet(envelope[-2], line) <= meet(*envelope[-2:]))
         ):
             envelope.pop()
         envelope.append(line)
     return envelope
+
+
+def read_all_sharded(step: Step, modes: Sequence[Treatment], engine: FSDP2, tell: Teller) -> None:
+    """Tells of every moment of a step in these modes: ZDP, but of units that move activations whatever is chosen.
+
+    k is the number of units of `leaving_order` that are freed at a moment; the optimizer step has `UPDATE`.
+    """
+    num_freed = 0  # at the moment that is being read
+
+    def observe(num_bytes: float, moment: Callable[[], Moment]) -> None:
+        tell(num_freed, num_bytes, moment)
+
+    live = engine.live_parts(step, observe, modes=modes, is_bound=True)
+    simulated = _events(
+        step.units,
+        tuple(effects_of(mode) for mode in modes),
+        num_micro_batches=min(MOST_SIMULATED, step.workload.num_micro_batches),
+        num_segments=len(step.profile.segments),
+        rerun=tuple(step.profile.rerun.items()),
+        engine=engine,
+    )
+    for events in simulated:
+        live.begin_micro_batch()
+        freed = _Freed(step.units)
+        for event in events:
+            freed.read(event)
+            num_freed = freed.num
+            live.read(event)
+    num_freed = UPDATE
+    live.update()
 
 
 @lru_cache(maxsize=128)

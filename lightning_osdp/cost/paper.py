@@ -63,5 +63,6 @@ def paper_memory(step: Step) -> StepMemory:
             max(0.0, units[unit].gradient_bytes - units[unit].trainable_bytes / world_size) for unit in order
         ),
         saved_bytes=({},) * len(order),
-        moments={len(order): moment},
+        largest_bytes={len(order): moment.num_bytes},
+        moment=lambda _: moment,
     )

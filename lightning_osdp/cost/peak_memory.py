@@ -39,15 +39,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_osdp.core.axes import KEEP, STATIONARY, ZDP, Treatment
-from lightning_osdp.core.profile import OptimizerProfile
-from lightning_osdp.core.step import Step
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
+from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.moments import UPDATE, LargestMoments, MomentLine
+from lightning_osdp.cost.moments import UPDATE, LargestMoments, Teller, read_all_sharded
 from lightning_osdp.engine import (
     DEFAULT,
     FSDP2,
@@ -68,6 +69,11 @@ ROUNDING_BYTES = 1e-3
 """Bytes that the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
 
 
+def peak_bytes_of(num_bytes: float) -> int:
+    """Bytes of a peak, rounded up to whole ones."""
+    return math.ceil(num_bytes - ROUNDING_BYTES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeakMemory:
     """The largest phase of a step."""
@@ -86,7 +92,7 @@ class PeakMemory:
         more = besides or {}
         parts = {part: moment.parts.get(part, 0.0) + more.get(part, 0.0) for part in (*moment.parts, *more)}
         return cls(
-            peak_bytes=math.ceil(moment.num_bytes + sum(more.values()) - ROUNDING_BYTES),
+            peak_bytes=peak_bytes_of(moment.num_bytes + sum(more.values())),
             phase=moment.phase,
             operator=moment.operator,
             parts={part: round(num_bytes) for part, num_bytes in parts.items() if round(num_bytes)},
@@ -116,10 +122,11 @@ class StepMemory:
     """S - s of each: what it takes to have its gradients whole from one micro-batch to the next."""
     saved_bytes: tuple[Mapping[str, float], ...]
     """A of each: what a choice of activations saves beyond the one that saves least; empty where there is no choice."""
-    moments: Mapping[int, Moment]
-    """k -> the largest moment at which exactly the first k of them are freed; none where nothing happens then."""
-    update: Moment | None = None
-    """The optimizer step, where all units are sharded over all ranks; None: there is no such moment."""
+    largest_bytes: Mapping[int, float]
+    """k -> bytes of the largest moment at which exactly the first k of them are freed; none where nothing happens then.
+    The optimizer step, where all units are sharded over all ranks, is `UPDATE`, if there is such a moment."""
+    moment: Callable[[int], Moment]
+    """Finds the moment itself by its k, which may take longer than all other questions."""
     node_size: int = 1
     """Ranks of a node, in each of which an hpZ unit leaves P / node_size."""
     states_bytes: tuple[float, ...] = ()
@@ -189,23 +196,47 @@ class StepMemory:
 
         Modes fit where ``kept_bytes(modes)[k]`` is at most that for every k, and the optimizer step does.
         """
-        rooms = {k: memory_limit_bytes + ROUNDING_BYTES - moment.num_bytes for k, moment in self.moments.items()}
+        rooms = {
+            k: memory_limit_bytes + ROUNDING_BYTES - num_bytes
+            for k, num_bytes in self.largest_bytes.items()
+            if k != UPDATE
+        }
         falling = [rooms.get(k, math.inf) for k in range(len(self.order), -1, -1)]
         return list(accumulate(falling, min))[::-1]
 
-    def peak(self, modes: Sequence[Treatment]) -> PeakMemory:
-        """The largest moment with these modes, one per unit."""
+    def peak_bytes(self, modes: Sequence[Treatment]) -> int:
+        """Bytes of `peak`."""
+        return peak_bytes_of(self._largest(modes)[1])
+
+    def _largest(self, modes: Sequence[Treatment]) -> tuple[int, float]:
+        """The k of the largest moment with these modes, one per unit, and its bytes."""
         kept = self.kept_bytes(modes)
-        k = max(self.moments, key=lambda k: self.moments[k].num_bytes + kept[k])
-        states = sum(self.more_states_bytes(unit, mode) for unit, mode in enumerate(modes))
-        replicated = {"parameter shards": states}  # with what belongs to them
-        resident = sum(
+        totals = {k: num_bytes + kept[k] for k, num_bytes in self.largest_bytes.items() if k != UPDATE}
+        k = max(totals, key=totals.__getitem__)
+        if UPDATE in self.largest_bytes:
+            update_bytes = self.largest_bytes[UPDATE] + self._states_bytes(modes) + self._resident_bytes(modes)
+            if update_bytes >= totals[k]:
+                return UPDATE, update_bytes
+        return k, totals[k]
+
+    def _states_bytes(self, modes: Sequence[Treatment]) -> float:
+        return sum(self.more_states_bytes(unit, mode) for unit, mode in enumerate(modes))
+
+    def _resident_bytes(self, modes: Sequence[Treatment]) -> float:
+        return sum(
             self._left_bytes(place, effects)
             for place, unit in enumerate(self.order)
             if (effects := effects_of(modes[unit])).is_resident
         )
-        if self.update is not None and self.update.num_bytes + states + resident >= self.moments[k].num_bytes + kept[k]:
-            return PeakMemory.of(self.update, besides=replicated | {"gathered parameters": resident})
+
+    def peak(self, modes: Sequence[Treatment]) -> PeakMemory:
+        """The largest moment with these modes, one per unit."""
+        k, _ = self._largest(modes)
+        states = self._states_bytes(modes)
+        replicated = {"parameter shards": states}  # with what belongs to them
+        if k == UPDATE:
+            resident = {"gathered parameters": self._resident_bytes(modes)}
+            return PeakMemory.of(self.moment(UPDATE), besides=replicated | resident)
         chosen = [modes[unit] for unit in self.order]
         whole = sum(
             num_bytes
@@ -219,24 +250,29 @@ class StepMemory:
             self.exchanged_bytes.get(unit, 0.0) for unit in self.order[:k] if effects_of(modes[unit]).exchanges
         )
         besides = {
-            "gathered parameters": kept[k] - whole - saved - states,
+            "gathered parameters": self.kept_bytes(modes)[k] - whole - saved - states,
             "accumulated gradients": whole,
             "activations": saved,
         }
-        return PeakMemory.of(self.moments[k], besides=besides | replicated)
+        return PeakMemory.of(self.moment(k), besides=besides | replicated)
 
 
 def exact_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAULT) -> PeakMemory:
     """Peak of one optimizer step in these modes, one per unit, event by event."""
-    step = in_modes(step, modes)
-    largest: list[Moment] = []
+    return PeakMemory.of(exact_moments(step, modes, engine=engine).moments(step.workload.micro_batch_size)[0])
 
-    def keep_if_largest(num_bytes: float, moment: Callable[[], Moment]) -> None:
-        if not largest or num_bytes > largest[0].num_bytes:
-            largest[:] = [moment()]
 
-    engine.live_parts(step, keep_if_largest, modes=modes).read_all(engine.events_of(step, modes))
-    return PeakMemory.of(largest[0])
+def exact_moments(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAULT) -> LargestMoments:
+    """The largest moment, as that of k = 0, of a step in these modes with any number of samples, event by event."""
+    profile, units, cluster, num_micro_batches = _but_samples(step)
+
+    def read(samples: int, tell: Teller) -> None:
+        workload = Workload(micro_batch_size=samples, num_micro_batches=num_micro_batches)
+        with_samples = in_modes(Step(profile=profile, units=units, cluster=cluster, workload=workload), modes)
+        live = engine.live_parts(with_samples, lambda num_bytes, moment: tell(0, num_bytes, moment), modes=modes)
+        live.read_all(engine.events_of(with_samples, modes))
+
+    return LargestMoments(read, is_affine=_is_affine(cluster, modes))
 
 
 def step_memory(
@@ -250,7 +286,7 @@ def step_memory(
     """Peak of one optimizer step on one rank, for any choice of modes, and of what its blocks may do by `activations`.
 
     In the step itself all blocks keep what they save. Units at the places ``moving`` move activations in all modes.
-    Largest moments that are ``known`` from other micro-batch sizes of the step are not looked for again; those that are
+    Largest moments that are ``known`` of the step with other micro-batch sizes are not looked for again; those that are
     found are added.
     """
     least = [STATIONARY if unit in moving else ZDP for unit in range(len(step.units))]
@@ -259,27 +295,27 @@ def step_memory(
     saved = [_saved_beyond(units[unit], activations, samples) for unit in order]
     in_flight = in_flight_bytes(step.cluster, _copied(step, activations))
     known = {} if known is None else known
-    of_step = id(profile), id(step.cluster), units, tuple(moving), engine
-    largest: dict[int, tuple[float, MomentLine, float]] = {}
-    update: Moment | None = None
+    largest: dict[int, _Floor] = {}
     for choice in [each for each in activations if any(each in of for of in saved)] or activations[:1]:
         blocks = _all_alike(units, choice, dict(zip(order, saved, strict=True)))
-        key = *of_step, min(MOST_SIMULATED, step.workload.num_micro_batches), tuple(blocks.items())
+        key = *key_of_moments(step, engine), tuple(moving), tuple(blocks.items())
         if key not in known:
             known[key] = _moments_with(step, blocks, least, engine)
-        found = known[key].at(samples)
-        update = found[UPDATE].at(samples)
         before = list(accumulate((each.get(choice, 0.0) for each in saved), initial=0.0))
-        for k, line in found.items():
-            if k != UPDATE:
-                num_bytes = line.num_bytes(samples) - before[k]
-                num_bytes -= line.moment.parts["copies in flight"] - in_flight
-                if k not in largest or num_bytes > largest[k][0]:
-                    largest[k] = num_bytes, line, before[k]
-    moments = {}
-    for k, (_, line, before_bytes) in largest.items():
-        floor = line.at(samples).less("activations", before_bytes)
-        moments[k] = floor.less("copies in flight", floor.parts["copies in flight"] - in_flight)
+        copies = 0.0
+        if step.cluster.host_copies_overlap:
+            copies = max(moment.parts["copies in flight"] for moment in known[key].moments(samples).values())
+        for k, num_bytes in known[key].num_bytes(samples).items():
+            less = (0.0, 0.0) if k == UPDATE else (before[k], copies - in_flight)
+            floor_bytes = num_bytes - less[0] - less[1]
+            if k not in largest or floor_bytes > largest[k].num_bytes:
+                largest[k] = _Floor(floor_bytes, known[key], *less)
+
+    def moment(k: int) -> Moment:
+        floor = largest[k]
+        found = floor.moments.moments(samples)[k].less("activations", floor.less_saved)
+        return found.less("copies in flight", floor.less_copies)
+
     return StepMemory(
         order=order,
         gathered_bytes=tuple(sizes[unit].gathered for unit in order),
@@ -288,8 +324,8 @@ def step_memory(
         whole_bytes=tuple(max(0.0, sizes[unit].whole_gradient - sizes[unit].reduced) for unit in order),
         node_size=step.cluster.node_size or 1,
         saved_bytes=tuple(saved),
-        moments=moments,
-        update=update,
+        largest_bytes={k: floor.num_bytes for k, floor in largest.items()},
+        moment=moment,
         exchanged_bytes={
             unit: saved_beyond(each.exchange, step.cluster.world_size).at(step.workload.micro_batch_size)
             + (sizes[unit].cast_shard if each.exchange.reads_weights else 0.0)
@@ -304,19 +340,50 @@ def step_memory(
     )
 
 
-def _moments_with(step: Step, blocks: Mapping[str, str], modes: Sequence[Treatment], engine: FSDP2) -> LargestMoments:
-    """Largest moments of a step whose blocks make these choices.
+class _Floor(NamedTuple):
+    """The largest moment of one k, without what units hold."""
 
-    What may be in flight to the host is no line over the samples, and neither is what exchanges of activations send.
+    num_bytes: float
+    moments: LargestMoments
+    less_saved: float
+    """Bytes of activations that the units hold, in the choice of all blocks in which the moment is the largest."""
+    less_copies: float
+    """Bytes in flight to the host beyond those of any choices."""
+
+
+def key_of_moments(step: Step, engine: FSDP2) -> tuple[Hashable, ...]:
+    """Key of what `LargestMoments` are of, but for modes: equal for steps that differ in the samples alone."""
+    num_simulated = min(MOST_SIMULATED, step.workload.num_micro_batches)
+    return id(step.profile), id(step.cluster), step.units, engine, num_simulated
+
+
+def _but_samples(step: Step) -> tuple[ModelProfile, tuple[UnitProfile, ...], Cluster, int]:
+    """Parts of a step, so that nothing else of a setting lives on."""
+    return step.profile, step.units, step.cluster, step.workload.num_micro_batches
+
+
+def _is_affine(cluster: Cluster, modes: Sequence[Treatment]) -> bool:
+    """True where bytes are affine in the samples.
+
+    What may be in flight to the host is not, nor what exchanges send.
     """
-    profile, units, cluster, workload = step.profile, step.units, step.cluster, step.workload
+    return not cluster.host_copies_overlap and not any(effects_of(mode).exchanges for mode in modes)
 
-    def make() -> Step:
-        chosen = with_activations(profile, blocks)
-        return in_modes(Step(profile=chosen, units=units, cluster=cluster, workload=workload), modes)
 
-    is_affine = not cluster.host_copies_overlap and not any(effects_of(mode).exchanges for mode in modes)
-    return LargestMoments(make, modes, engine, is_affine=is_affine)
+def _moments_with(step: Step, blocks: Mapping[str, str], modes: Sequence[Treatment], engine: FSDP2) -> LargestMoments:
+    """Largest moments of a step whose blocks make these choices."""
+    profile, units, cluster, num_micro_batches = _but_samples(step)
+
+    @cache
+    def chosen() -> ModelProfile:
+        return with_activations(profile, blocks)
+
+    def read(samples: int, tell: Teller) -> None:
+        workload = Workload(micro_batch_size=samples, num_micro_batches=num_micro_batches)
+        made = in_modes(Step(profile=chosen(), units=units, cluster=cluster, workload=workload), modes)
+        read_all_sharded(made, modes, engine, tell)
+
+    return LargestMoments(read, is_affine=_is_affine(cluster, modes))
 
 
 @lru_cache(maxsize=64)

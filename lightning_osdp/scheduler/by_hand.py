@@ -125,7 +125,7 @@ def _best(name: str, setting: Setting, memory_limit_bytes: int, policy: BatchPol
 
     def fits(size: int) -> bool:
         costs = at(size).costs
-        return any(costs.exact_peak(modes).peak_bytes <= memory_limit_bytes for modes in costs.uniform_modes())
+        return any(costs.exact_peak_bytes(modes) <= memory_limit_bytes for modes in costs.uniform_modes())
 
     most = policy.max_micro_batch_size or MOST_SAMPLES
     sizes = policy.micro_batch_sizes or (max(1, largest_fitting(fits, most)),)

@@ -114,7 +114,7 @@ class Competition:
         for time_s, setting, modes in sorted(timed, key=itemgetter(0)):
             if time_s >= worth_s * (1 - NO_GAIN):
                 break
-            if setting.ahead_for_free.costs.exact_peak(modes).peak_bytes > self.memory_limit_bytes:
+            if setting.ahead_for_free.costs.exact_peak_bytes(modes) > self.memory_limit_bytes:
                 continue
             chosen = as_far_as_fits(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
             if chosen is not None and chosen.costs.step_time_s(modes) < worth_s * (1 - NO_GAIN):

@@ -92,6 +92,6 @@ def _more_ranks(setting: Setting, memory_limit_bytes: int) -> str:
     for doubling in range(1, 11):
         ranks = setting.cluster.world_size * 2**doubling
         wider = dataclasses.replace(setting, cluster=dataclasses.replace(setting.cluster, world_size=ranks))
-        if wider.costs.peak(wider.costs.least_memory_modes).peak_bytes <= memory_limit_bytes:
+        if wider.costs.memory.peak_bytes(wider.costs.least_memory_modes) <= memory_limit_bytes:
             return f", or use {ranks} ranks"
     return ""

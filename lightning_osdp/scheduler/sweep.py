@@ -113,10 +113,10 @@ class Sweep:
         """
         limit_bytes = self.competition.memory_limit_bytes
         costs = self.smallest(micro_batch_size, num_micro_batches).costs
-        if costs.least_bytes <= limit_bytes and costs.exact_peak(costs.least_memory_modes).peak_bytes <= limit_bytes:
+        if costs.least_bytes <= limit_bytes and costs.exact_peak_bytes(costs.least_memory_modes) <= limit_bytes:
             return True
         uniform = self.competition.uniform(self._of_size(micro_batch_size, num_micro_batches))
-        return any(each.ahead_for_free.costs.exact_peak(modes).peak_bytes <= limit_bytes for each, modes in uniform)
+        return any(each.ahead_for_free.costs.exact_peak_bytes(modes) <= limit_bytes for each, modes in uniform)
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
@@ -171,7 +171,7 @@ class Sweep:
             return [plain for setting in settings for plain in self.competition.plain(setting)]
 
         def peak_bytes(plain: tuple[Setting, Modes]) -> int:
-            return plain[0].costs.exact_peak(plain[1]).peak_bytes
+            return plain[0].costs.exact_peak_bytes(plain[1])
 
         def fits(number: int, size: int) -> bool:
             return peak_bytes(of_size(size)[number]) <= memory_limit_bytes

@@ -201,11 +201,11 @@ def test_what_is_known_of_one_micro_batch_size_tells_the_memory_of_others(blocke
         step = setting.at(size)
         told = step_memory(step, activations=choices, engine=step.engine, known=known)
         read = step_memory(step, activations=choices, engine=step.engine)
-        assert told.moments.keys() == read.moments.keys()
-        for k, moment in told.moments.items():
-            assert moment.num_bytes == pytest.approx(read.moments[k].num_bytes, rel=1e-9, abs=1e-6)
-            assert sum(moment.parts.values()) == pytest.approx(moment.num_bytes, rel=1e-9, abs=1e-6)
-        assert told.update.num_bytes == pytest.approx(read.update.num_bytes)
+        assert told.largest_bytes == pytest.approx(read.largest_bytes, rel=1e-9, abs=1e-6)
+        modes = tuple(options[-1] for options in step.costs.options)
+        assert told.peak_bytes(modes) == told.peak(modes).peak_bytes == read.peak(modes).peak_bytes
+        first, again = (each.costs.exact_peak_bytes(modes) for each in (step, dataclasses.replace(step)))
+        assert first == again == step.costs.exact_peak(modes).peak_bytes
     assert len(known) <= len(choices)
 
 
