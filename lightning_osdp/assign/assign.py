@@ -190,6 +190,14 @@ def _resident_as_well(setting: Setting, modes: Modes, time_s: float, memory_limi
     return modes
 
 
+def bound_in_s(setting: Setting, *, memory_limit_bytes: int) -> float:
+    """Seconds that no modes go below that fit in so much memory, as far as they are found at once."""
+    costs = setting.ahead_for_free.costs
+    if setting.overlaps or costs.memory.peak_bytes(costs.least_memory_modes) > memory_limit_bytes:
+        return costs.least_s
+    return solve(costs.additive, costs.memory.room_bytes(memory_limit_bytes), search="greedy").bound_s
+
+
 def bound_later_s(setting: Setting, bound_s: float, *, micro_batch_size: int) -> float:
     """Seconds that no modes go below at a larger micro-batch, of those that do not go below ``bound_s`` at this one.
 

@@ -19,6 +19,13 @@ MAX_RELAXATIONS = 4
 ROUNDING = 1e-12
 """Step times that differ by less than this fraction are equal."""
 
+MOST_EXACT = 300
+"""Options of all units together beyond which modes within `NEAR` of the bound are not improved: that takes seconds in
+the search of one plan."""
+
+NEAR = 1e-4
+"""Fraction of a step time that is worth no search where there are many options."""
+
 MAX_EXTENDED = 200_000
 """States that `nested.improve` makes of others at most, one for each option: up to 1 s in CPython 3.11."""
 
@@ -60,7 +67,10 @@ def solve(
         proposals.append(problem.least_memory_modes)
     best = min((fill(problem, repair(problem, modes, rooms), rooms) for modes in proposals), key=problem.time_s)
     time_s = problem.time_s(best)
-    width = max_extended // sum(map(len, problem.options))
+    num_options = sum(map(len, problem.options))
+    width = max_extended // num_options
+    if num_options > MOST_EXACT:
+        tolerance = max(tolerance, NEAR)
     if search != "greedy" and width >= MIN_WIDTH and time_s > bound_s * (1 + tolerance):
         prices = [each.price for each in relaxed]
         best, nested_s = improve(problem, best, rooms, prices=prices, width=width)

@@ -41,7 +41,7 @@ UPDATE = -1
 _MOST_READ = 2
 """Numbers of samples that are each read for themselves: most steps are asked for no others."""
 
-Teller: TypeAlias = Callable[[int, float, Callable[[], Moment]], object]
+Teller: TypeAlias = Callable[[int, float, Callable[[], Moment]], None]
 """Takes the k of each moment, its bytes, and what makes a `Moment` of it where that is wanted."""
 
 

@@ -145,7 +145,7 @@ class Competition:
         if assigned is None:
             return []
         found = [assigned]
-        if not attempt.may_win(Bound(setting, assigned.bound_s)):
+        if assigned.bound_s - setting.costs.apart_s >= attempt.best_s:
             return found
         # where not all fits that may be gathered ahead, units are shared as if that took no memory
         base = setting if assigned.setting.engine == setting.engine else setting.ahead_for_free

@@ -21,6 +21,7 @@ from lightning_osdp.assign import (
     Setting,
     apart_units,
     block_units,
+    bound_in_s,
     bound_of_larger_s,
     chosen_activations,
     ever_more_slices,
@@ -34,6 +35,9 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 WORTH_TRYING = 0.02
 """Fraction of a step time by which plans that follow from a setting may be faster than the setting's bound: those with
 units inside of its blocks, and those that fill the room that the closed form of the peak leaves."""
+
+WORTH_SLICING = 1e-3
+"""Fraction of a step time by which slices must be able to make steps faster to be tried, unless nothing fits else."""
 
 MOST_TRIED = 256
 """Settings that are tried at one micro-batch size, at most: what is left then is not looked at."""
@@ -246,10 +250,10 @@ def inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
 
 
 def slices_inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
-    """Blocks that save less as was found best, or all blocks, with some of the operators split."""
+    """Blocks that save less as in the fastest assignment found, or all blocks, with some of the operators split."""
     setting = attempt.base
     every = _all_alike(attempt, setting)
-    found = _found_blocks(attempt)
+    found = _found_blocks(attempt)[:1]
     for chosen in (*found, *(each for each in every if each not in found)):
         yield from _split(attempt, setting.with_blocks(chosen))
 
@@ -314,22 +318,26 @@ def _moving(assignment: Assignment, kind: str | None = None) -> list[str]:
 
 
 def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:
-    """Choices of blocks in the assignments found, where they were chosen."""
+    """Choices of blocks in the assignments found, where they were chosen, those of the fastest first."""
     if attempt.base.decided.blocks:
         return []
-    found = (chosen_activations(one.setting, one.modes) for one in attempt.assignments)
+    fastest = sorted(attempt.assignments, key=attrgetter("step_time_s"))
+    found = (chosen_activations(one.setting, one.modes) for one in fastest)
     return [*{tuple(chosen.items()): chosen for chosen in found if chosen}.values()]
 
 
 def _split(attempt: Attempt, setting: Setting) -> Iterator[Setting]:
-    """Settings with operators split, where that can help: they take no less time than the setting with all it needs."""
-    choices = attempt.space.slices
+    """Settings with operators split, where that can help.
+
+    No number of slices takes more off the peak than the weights and gradients that are whole at that moment.
+    """
+    choices, limit_bytes = attempt.space.slices, attempt.memory_limit_bytes
     if setting.cluster.world_size == 1 or len(choices) == 1:
-        return
-    if attempt.assignments and not attempt.may_win(Bound(setting, setting.costs.least_s)):
         return
     peak = setting.costs.peak(setting.costs.least_memory_modes)
     whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
-    # no number of slices takes more off the peak than that
-    if whole >= peak.peak_bytes * WORTH_SPLITTING and peak.peak_bytes - whole <= attempt.memory_limit_bytes:
+    if whole < peak.peak_bytes * WORTH_SPLITTING or peak.peak_bytes - whole > limit_bytes:
+        return
+    least_s = bound_in_s(setting, memory_limit_bytes=limit_bytes + whole) if attempt.assignments else 0.0
+    if least_s < attempt.best_s * (1 - WORTH_SLICING):
         yield from ever_more_slices(setting, choices)
