@@ -18,7 +18,7 @@ from lightning_osdp.assign.assign import (
     fill_spare,
 )
 from lightning_osdp.assign.menu import applicable
-from lightning_osdp.assign.merging.blocks import block_units, chosen_activations
+from lightning_osdp.assign.merging.blocks import LeastSeconds, block_units, chosen_activations
 from lightning_osdp.assign.merging.join import apart_units, join_units, pair_units, trained_together
 from lightning_osdp.assign.merging.share import share_units
 from lightning_osdp.assign.merging.slices import ever_more_slices
@@ -29,6 +29,7 @@ __all__ = [
     "NO_GAIN",
     "Assignment",
     "Decided",
+    "LeastSeconds",
     "Modes",
     "Setting",
     "apart_units",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
+from lightning_osdp.assign.merging.blocks import LeastSeconds
 from lightning_osdp.assign.merging.slices import agreed_on
 from lightning_osdp.assign.overlap import bound_overlapped, solve_overlapped
 from lightning_osdp.assign.paths import Paths
@@ -205,12 +206,15 @@ def bound_later_s(setting: Setting, bound_s: float, *, micro_batch_size: int) ->
     none takes less than before, nor less than the paths of the larger micro-batch.
     """
     later = setting.at(micro_batch_size)
-    found_s = bound_of_larger_s(setting, bound_s, later)
-    return max(found_s, Paths(later).least_s()) if setting.overlaps else found_s
-
-
-def bound_of_larger_s(setting: Setting, bound_s: float, larger: Setting) -> float:
-    """Seconds of `bound_later_s`, for the setting with a larger micro-batch; fewer of them where something overlaps."""
     if setting.overlaps:
-        return max(bound_s, larger.costs.compute_s)
-    return bound_s + larger.costs.compute_s - setting.costs.compute_s
+        return max(bound_s, Paths(later).least_s())
+    return bound_s + later.costs.compute_s - setting.costs.compute_s
+
+
+def bound_of_larger_s(setting: Setting, bound_s: float, samples: int, least: LeastSeconds) -> float:
+    """Seconds that no modes, nor choices of blocks, go below at a larger micro-batch of those that fit there.
+
+    ``bound_s`` is a bound on all of them at the setting's own micro-batch.
+    """
+    more_s = 0.0 if setting.overlaps else least.more_s(samples, setting.workload.micro_batch_size)
+    return max(bound_s + more_s, least.step_s(samples))

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from lightning_osdp.assign import (
     NO_GAIN,
     Assignment,
+    LeastSeconds,
     Modes,
     Setting,
     as_far_as_fits,
@@ -61,6 +62,7 @@ class Competition:
         *,
         worth_s: float = math.inf,
         known: Mapping[Hashable, Bound] = MappingProxyType({}),
+        least: LeastSeconds | None = None,
     ) -> Attempt:
         """The best modes of each structure that fits and may be of use; some of what fits, where nothing may.
 
@@ -68,6 +70,7 @@ class Competition:
             settings: of one workload, with each setting of prefetching.
             worth_s: a step time of no use.
             known: bounds of settings at a smaller micro-batch, by `Setting.key`.
+            least: least seconds of any plan of the model, if they are known.
         """
         attempt = Attempt(
             settings=settings,
@@ -75,13 +78,14 @@ class Competition:
             memory_limit_bytes=self.memory_limit_bytes,
             worth_s=worth_s,
             known=known,
+            least=least,
         )
         for structure in STRUCTURES:
             for setting in structure.make(attempt) if structure.is_worth_it(attempt) else ():
                 bound = attempt.bound(setting)
                 # as long as nothing was found, all that fits is searched
                 if bound.seconds == math.inf or (attempt.assignments and not attempt.may_win(bound)):
-                    attempt.bounds.append(bound)
+                    attempt.leave_out(bound)
                 elif len(attempt.log) < MOST_TRIED:
                     attempt.note(structure, setting, self._assigned(setting, attempt))
         _log.debug("tried at micro-batch %d: %s", settings[0].workload.micro_batch_size, attempt.log)

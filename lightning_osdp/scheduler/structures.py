@@ -18,6 +18,7 @@ from typing import NamedTuple
 from lightning_osdp.assign import (
     NO_GAIN,
     Assignment,
+    LeastSeconds,
     Setting,
     apart_units,
     block_units,
@@ -58,6 +59,8 @@ class Bound(NamedTuple):
     setting: Setting
     seconds: float
     """Infinite where no modes fit."""
+    least_s: float = 0.0
+    """Seconds that no plan of the same samples goes below, whatever its setting."""
     has_followers: bool = True
     """False where what follows from the setting was searched as well."""
 
@@ -69,7 +72,7 @@ class Bound(NamedTuple):
         """
         if not self.has_followers:
             return self.seconds
-        return self.seconds * (1 - WORTH_TRYING) - self.setting.costs.apart_s
+        return max(self.least_s, self.seconds * (1 - WORTH_TRYING) - self.setting.costs.apart_s)
 
 
 @dataclass(kw_only=True)
@@ -84,9 +87,11 @@ class Attempt:
     """A step time of no use: a plan of another micro-batch size has as many samples/s."""
     known: Mapping[Hashable, Bound] = field(default_factory=dict)
     """Bounds of settings at a smaller micro-batch, by `Setting.key`."""
+    least: LeastSeconds | None = None
+    """Least seconds of any plan of the model; None: nothing is known of them."""
     assignments: list[Assignment] = field(default_factory=list)
     bounds: list[Bound] = field(default_factory=list)
-    """All settings so far, searched or not."""
+    """All settings so far, searched or not, without what their costs have worked out: they outlive this."""
     log: list[Tried] = field(default_factory=list)
     decided: list[Mapping[str, str]] = field(default_factory=list)
     """Decisions on blocks in each setting that was tried."""
@@ -118,25 +123,29 @@ class Attempt:
 
     def bound(self, setting: Setting) -> Bound:
         """The bound of a setting by what is known before it is searched."""
-        smaller = self.known.get(setting.key)
-        if smaller is None:
-            return Bound(setting, setting.costs.least_s)
+        smaller, samples = self.known.get(setting.key), setting.workload.micro_batch_size
+        least_s = 0.0 if self.least is None else self.least.step_s(samples)
+        if smaller is None or self.least is None:
+            return Bound(setting, max(least_s, setting.costs.least_s), least_s)
         if smaller.seconds == math.inf:
-            return Bound(setting, math.inf)
-        return Bound(setting, bound_of_larger_s(smaller.setting, smaller.seconds, setting))
+            return Bound(setting, math.inf, least_s)
+        return Bound(setting, bound_of_larger_s(smaller.setting, smaller.seconds, samples, self.least), least_s)
 
     def may_win(self, bound: Bound) -> bool:
         """Tells if the setting, or what follows from it, may be of use."""
         return bound.with_followers_s < self.best_s
 
+    def leave_out(self, bound: Bound) -> None:
+        """Takes a bound of a setting of which no more is searched."""
+        self.bounds.append(bound._replace(setting=replace(bound.setting)))
+
     def note(self, structure: Structure, setting: Setting, assigned: Sequence[Assignment]) -> None:
         """Takes what was found with a setting."""
         for each in assigned:
             bound = Bound(each.setting.all_ahead, each.bound_s)
-            self.bounds.append(bound._replace(has_followers=not self.may_win(bound)))
+            self.leave_out(bound._replace(has_followers=not self.may_win(bound)))
         if not assigned:
-            fits = setting.costs.least_bytes <= self.memory_limit_bytes
-            self.bounds.append(Bound(setting, setting.costs.least_s if fits else math.inf))
+            self.leave_out(Bound(setting, math.inf))
         self.assignments += assigned
         self.decided.append(setting.decided.blocks)
         time_s = min((each.step_time_s for each in assigned), default=None)

@@ -5,8 +5,9 @@ larger ones (`assign.bound_later_s`). Where nothing overlaps, step times grow by
 
     time_s(b)  >=  bound_s(b') + (compute_s(b) - compute_s(b'))      for b > b'
 
-Samples/s are no unimodal function of b, since they drop wherever another unit has to be sharded; what this bound
-leaves open between two sizes is tried, until no size can be better by more than `TOLERANCE`.
+and by what blocks must run again, because what they save does not fit any more (`assign.LeastSeconds`). Samples/s are
+no unimodal function of b, since they drop wherever another unit has to be sharded; what these bounds leave open between
+two sizes is tried, until no size can be better by more than `TOLERANCE`.
 
 Where the samples of a step are given, the sizes are those that make them up in whole micro-batches, and all are tried.
 
@@ -27,7 +28,15 @@ from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 
-from lightning_osdp.assign import Assignment, Modes, Setting, bound_later_s, bound_of_larger_s, fill_spare
+from lightning_osdp.assign import (
+    Assignment,
+    LeastSeconds,
+    Modes,
+    Setting,
+    bound_later_s,
+    bound_of_larger_s,
+    fill_spare,
+)
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
 from lightning_osdp.core.text.duration import three_digits
 from lightning_osdp.core.text.progress import Progress
@@ -41,6 +50,9 @@ WORTH_CHANGING = 0.01
 """Fraction of samples/s for which another size takes the place of the one that is there."""
 
 _step_time_s = attrgetter("step_time_s")
+
+MOST_PARTS = 256
+"""Parts into which the sizes between two are divided to bound each part."""
 
 MAX_SIZES = 64
 """Sizes that a sweep assigns modes for; past them the best of those is chosen."""
@@ -64,21 +76,42 @@ class Candidate:
         """Samples/s that no modes exceed at this size."""
         return max(_samples_per_s(each.setting, each.seconds) for each in self.bounds)
 
-    def most_later(self, micro_batch_size: int) -> float:
-        """Samples/s that no modes exceed at any larger size up to this one."""
-        most = 0.0
+    def most_later(self, micro_batch_size: int, least: LeastSeconds) -> float:
+        """Samples/s that no modes exceed at any larger size up to this one.
+
+        Settings that were left out count with what might have followed from them.
+        """
+        most, own = 0.0, self.assignment.setting.workload.micro_batch_size
+        parts = _parts(own + 1, micro_batch_size)
         for bound in self.bounds:
-            seconds, later = bound.with_followers_s, bound.setting.at(micro_batch_size)
-            # the bound that takes longer to find is of interest only where the other one leaves something open
-            if seconds < math.inf and _samples_per_s(later, bound_of_larger_s(bound.setting, seconds, later)) > most:
-                later_s = bound_later_s(bound.setting, seconds, micro_batch_size=micro_batch_size)
-                most = max(most, _samples_per_s(later, later_s))
+            seconds, setting = bound.with_followers_s, bound.setting
+            if seconds == math.inf:
+                continue
+            # bounds rise with the samples, so that of a part's first size holds for all of the part
+            each_s = ((last, bound_of_larger_s(setting, seconds, first, least)) for first, last in parts)
+            open_to = max(_rate(setting, last, later_s) for last, later_s in each_s)
+            # a bound that takes longer to find is of interest only where others leave something open
+            if open_to > most:
+                later_s = bound_later_s(setting, seconds, micro_batch_size=micro_batch_size)
+                open_to = min(open_to, _rate(setting, micro_batch_size, later_s))
+            most = max(most, open_to)
         return most
 
 
 def _samples_per_s(setting: Setting, step_time_s: float) -> float:
-    samples = setting.workload.num_samples * setting.cluster.world_size
+    return _rate(setting, setting.workload.micro_batch_size, step_time_s)
+
+
+def _rate(setting: Setting, micro_batch_size: int, step_time_s: float) -> float:
+    """Samples/s of all ranks with micro-batches of this size."""
+    samples = micro_batch_size * setting.workload.num_micro_batches * setting.cluster.world_size
     return samples / step_time_s if step_time_s > 0 else math.inf
+
+
+def _parts(first: int, last: int) -> list[tuple[int, int]]:
+    """Parts of a range of sizes, as first and last size: of one size each where there are few."""
+    length = max(1, math.ceil((last + 1 - first) / MOST_PARTS))
+    return [(start, min(start + length - 1, last)) for start in range(first, last + 1, length)]
 
 
 class Sweep:
@@ -91,6 +124,7 @@ class Sweep:
         self._settings, self._policy, self._progress = settings, policy, progress
         self._candidates: dict[int, Candidate] = {}
         self._open: dict[tuple[int, int], float] = {}
+        self._least: dict[int, LeastSeconds] = {}
 
     def _of_size(self, micro_batch_size: int, num_micro_batches: int | None = None) -> list[Setting]:
         if num_micro_batches is None:
@@ -112,10 +146,13 @@ class Sweep:
         Where units may be sharded in nodes the closed form is no bound, so what it has fit must do so as simulated.
         """
         limit_bytes = self.competition.memory_limit_bytes
-        costs = self.smallest(micro_batch_size, num_micro_batches).costs
+        settings = self._of_size(micro_batch_size, num_micro_batches)
+        if self._least_of(settings[0]).step_s(micro_batch_size) == math.inf:
+            return False
+        costs = self.competition.smallest(settings).costs
         if costs.least_bytes <= limit_bytes and costs.exact_peak_bytes(costs.least_memory_modes) <= limit_bytes:
             return True
-        uniform = self.competition.uniform(self._of_size(micro_batch_size, num_micro_batches))
+        uniform = self.competition.uniform(settings)
         return any(each.ahead_for_free.costs.exact_peak_bytes(modes) <= limit_bytes for each, modes in uniform)
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
@@ -124,7 +161,9 @@ class Sweep:
         self._progress("searching", f"micro-batch {micro_batch_size}{best}")
         limit_bytes, settings = self.competition.memory_limit_bytes, self._of_size(micro_batch_size)
         worth_s = self._worth_s(settings[0])
-        attempt = self.competition.assigned(settings, worth_s=worth_s, known=self._known(micro_batch_size))
+        attempt = self.competition.assigned(
+            settings, worth_s=worth_s, known=self._known(micro_batch_size), least=self._least_of(settings[0])
+        )
         filled: list[Assignment] = []
         if attempt.assignments:
             best_of_size = min(attempt.assignments, key=_step_time_s)
@@ -150,6 +189,14 @@ class Sweep:
         if not self._candidates:
             return math.inf
         return setting.workload.num_samples * setting.cluster.world_size / self._best().samples_per_s
+
+    def _least_of(self, setting: Setting) -> LeastSeconds:
+        """Least seconds of any plan of the model with as many micro-batches as a setting has."""
+        number, competition = setting.workload.num_micro_batches, self.competition
+        if number not in self._least:
+            choices, limit_bytes = competition.space.saves, competition.memory_limit_bytes
+            self._least[number] = LeastSeconds(setting, choices, memory_limit_bytes=limit_bytes)
+        return self._least[number]
 
     def _known(self, micro_batch_size: int) -> dict[Hashable, Bound]:
         """Bounds of settings at the largest smaller size that was tried with them, by key."""
@@ -236,5 +283,7 @@ class Sweep:
     def _most_between(self, pair: tuple[int, int]) -> float:
         """Samples/s that no size between two exceeds: those of the last one at the bound of the first."""
         if pair not in self._open:
-            self._open[pair] = self._candidates[pair[0]].most_later(pair[1] - 1)
+            smaller = self._candidates[pair[0]]
+            least = self._least_of(self._of_size(pair[0])[0])
+            self._open[pair] = smaller.most_later(pair[1] - 1, least)
         return self._open[pair]

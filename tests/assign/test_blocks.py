@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_osdp.assign import Setting, assign_modes, block_units, chosen_activations
+from lightning_osdp.assign import LeastSeconds, Setting, assign_modes, block_units, chosen_activations
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, LEVELS, ZDP
 from lightning_osdp.core.cluster import Cluster, Link
@@ -207,6 +208,48 @@ def test_what_is_known_of_one_micro_batch_size_tells_the_memory_of_others(blocke
         first, again = (each.costs.exact_peak_bytes(modes) for each in (step, dataclasses.replace(step)))
         assert first == again == step.costs.exact_peak(modes).peak_bytes
     assert len(known) <= len(choices)
+
+
+@examples(60)
+@given(settings_to_plan(), st.data(), st.sampled_from([CHOICES[:2], CHOICES, *WITH_LEVELS]), st.integers(1, 5))
+def test_whatever_fits_takes_no_less_than_what_does_not_fit_costs(blocked, fields, data, choices, more):
+    base = blocked(**fields)
+    own = base.workload.micro_batch_size
+    smaller, larger = (block_units(base.at(size), choices)[0] for size in (own, own + more))
+    modes = tuple(data.draw(st.sampled_from(options)) for options in larger.costs.options)
+    fine = base.at(own + more).with_blocks(chosen_activations(larger, modes))
+    for found, chosen in (
+        (larger, modes),
+        (fine, tuple(data.draw(st.sampled_from(options)) for options in fine.costs.options)),
+    ):
+        limit_bytes = found.costs.exact_peak(chosen).peak_bytes
+        least = LeastSeconds(base, choices, memory_limit_bytes=limit_bytes)
+        assert least.step_s(own + more) <= found.costs.step_time_s(chosen) + 1e-9
+        if not found.overlaps:
+            same = smaller if found is larger else fine.at(own)
+            grown_s = found.costs.step_time_s(chosen) - same.costs.step_time_s(chosen)
+            assert least.more_s(own + more, own) <= grown_s + 1e-9
+
+
+def test_what_does_not_fit_is_made_again(blocked, cluster):
+    operators = [
+        {
+            "name": f"b{block}.0",
+            "parameter_bytes": 4,
+            "activation_bytes_per_sample": 1008,
+            "forward_s_per_sample": 1.0,
+            "backward_s_per_sample": 2.0,
+        }
+        for block in range(4)
+    ]
+    base = blocked(operators, cluster=cluster(2, seconds_per_byte=0.0), workload=Workload(micro_batch_size=1))
+    # 24 bytes of shards and states; each block that recomputes saves 1000 of 1008 bytes of a sample, and takes 1 s more
+    least = LeastSeconds(base, ("keep", "recompute"), memory_limit_bytes=24 + 4032 + 1500)
+    again = (2 * 4032 - 4032 - 1500) / 2000  # blocks
+    assert least.step_s(1) == pytest.approx(12.0)
+    assert least.step_s(2) == pytest.approx(2 * (12.0 + again))
+    assert least.more_s(2, 1) == pytest.approx(12.0 + again)
+    assert least.step_s(1000) == least.more_s(1000, 1) == math.inf
 
 
 def test_a_unit_inside_a_block_that_recomputes_is_gathered_for_that_and_stays_for_its_backward(blocked, cluster):

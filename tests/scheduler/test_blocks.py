@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.assign import Setting, ever_more_slices
+from lightning_osdp.assign import LeastSeconds, Setting, ever_more_slices
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
@@ -376,6 +376,23 @@ def test_blocks_that_recompute_are_not_searched_where_that_takes_longer_than_wha
     # of settings in which nothing is left to choose of blocks, none in which all of them recompute
     assert not any(setting.decided.blocks for setting, _ in tried)
     assert any(setting.activations == ("keep",) for setting, _ in tried)
+
+
+def test_sizes_at_which_too_much_must_run_again_are_left_out(deep, cluster, tried, monkeypatch):
+    limit_bytes = plan(deep, cluster, 10**6, micro_batch_size=8).peak_bytes
+    options = {"micro_batch_size": BatchPolicy.scale(), "search_space": SELECTIVE}
+
+    def sizes():
+        tried.clear()
+        found = plan(deep, cluster, limit_bytes, **options)
+        assert found.blocks
+        return {setting.workload.micro_batch_size for setting, _ in tried}, found.samples_per_s
+
+    few, samples_per_s = sizes()
+    monkeypatch.setattr(LeastSeconds, "_relaxed_s", lambda *_, **__: 0.0)
+    many, in_all_per_s = sizes()
+    assert len(few) < len(many)
+    assert in_all_per_s <= samples_per_s * (1 + TOLERANCE)
 
 
 @pytest.mark.parametrize("share_units", [False, True])
