@@ -166,8 +166,11 @@ class Census:
 
     def _live_storages(self) -> dict[int, tuple[Tensor, torch.UntypedStorage]]:
         """Storages that are alive, but for those in which torch notes the ranks of a mesh."""
-        # `type(each)` and not `isinstance`: a proxy for another object may claim to be a tensor
-        objects = [each for each in gc.get_objects() if issubclass(type(each), (Tensor, DeviceMesh))]
+        everything = gc.get_objects()
+        # `type(each)` and not `isinstance`: a proxy for another object may claim to be a tensor. There are half a
+        # million objects of a few thousand types.
+        types = {each for each in set(map(type, everything)) if issubclass(each, (Tensor, DeviceMesh))}
+        objects = [each for each in everything if type(each) in types]
         # `mesh` is a view of `_rank_map` that asks for this rank, whose process group may be gone
         meshes = _storages(each._rank_map for each in objects if isinstance(each, DeviceMesh))
         found = _storages(each for each in objects if isinstance(each, Tensor))
