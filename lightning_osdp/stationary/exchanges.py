@@ -93,15 +93,16 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, given: Tensor, call: Call, there: Callable[..., Tensor], back: Callable[..., Tensor]
     ) -> Tensor:
-        ctx.call, ctx.back = call, back
+        ctx.call, ctx.there, ctx.back = call, there, back
         return there(given, call)
 
     @staticmethod
-    @once_differentiable
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.call.before_backward()
-        return ctx.back(gradient, ctx.call), None, None, None
+        # both ways are linear, each the gradient of the other: a slope may be asked for, and learnt from
+        back = _Exchange.apply(gradient, ctx.call, ctx.back, ctx.there)  # type: ignore[no-untyped-call]
+        return back, None, None, None
 
 
 class _OwnPart(torch.autograd.Function):

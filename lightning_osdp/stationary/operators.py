@@ -56,7 +56,16 @@ class Ranks:
     """True if inputs are cast to that precision."""
 
     def call(self, num_rows: int) -> Call:
-        """Begins a call of an operator, which all ranks make at a time."""
+        """Begins a call of an operator, which all ranks make at a time.
+
+        Raises:
+            ConfigurationError: ``torch.func`` calls it.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ConfigurationError(
+                "Expected operators that move activations to be called outside of torch.func, which cannot transform"
+                " exchanges between ranks. Plan anew by leaving out `plan=`, or have them move weights."
+            )
         rows = self.rows_of_ranks(num_rows) if self.mesh.size() > 1 else [num_rows]
         return Call(self.mesh.get_group(), self.mesh.get_local_rank(), tuple(rows), self.before_backward)
 

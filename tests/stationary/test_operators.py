@@ -102,6 +102,13 @@ def test_the_second_of_a_pair_takes_only_what_the_first_has_made(one_rank):
         model.down(other.up(torch.randn(2, 5)))
 
 
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.jacrev])
+def test_transforms_of_torch_func_are_refused(one_rank, transform):
+    model = changed(Model())
+    with pytest.raises(ConfigurationError, match=r"to be called outside of torch\.func"):
+        transform(model.last)(torch.randn(2, 5))
+
+
 class Gated(nn.Module):
     def __init__(self, between=lambda x: x):
         super().__init__()

@@ -62,8 +62,8 @@ class Feeds(TorchDispatchMode):
 
     def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook before an operator."""
-        if self.position.in_backward:
-            return
+        if self.position.in_backward or torch._C._functorch.peek_interpreter_stack() is not None:
+            return  # torch.func, which transforms no exchanges, sees other tensors than the model's
         self.running, given = self.position.now, [*tensors_in((args, kwargs))]
         (tensor,) = given if len(given) == 1 else (None,)
         may_exchange = tensor is not None and torch.is_grad_enabled()
@@ -118,8 +118,13 @@ class Feeds(TorchDispatchMode):
     def see(self, function: Any, given: list[Tensor], result: Any) -> None:
         """Takes what a function of torch is called with and gives, before the function is cut into operations.
 
-        Sizes never come to be an operation, and a parameter may be cast before it does.
+        Sizes never come to be an operation, and a parameter may be cast before it does. Whatever ``torch.func``
+        transforms looks at what it is given.
         """
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            for tensor in given:
+                self._take(self._of.get(storage_key(_unwrapped(tensor)), frozenset()), None)
+            return
         keys = [storage_key(tensor) for tensor in given]
         sources = frozenset[int]().union(*(self._of.get(key, frozenset()) for key in keys))
         if sources and self.running is None:
@@ -158,6 +163,13 @@ class Feeds(TorchDispatchMode):
         if key not in self._of:
             weakref.finalize(tensor.untyped_storage(), self._of.pop, key, None).atexit = False
         self._of[key] = sources
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """Tensor that ``torch.func`` has wrapped, which has a storage."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 class _Functions(TorchFunctionMode):

@@ -25,6 +25,7 @@ from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.fits import largest_difference, moving, shared_folder
 from tests.distributed.support.models import GPT, WideGated, WideMLP
 from tests.distributed.support.user_runs import Chain, ddp, difference, fitted, moved, plan_with, refusal
+from tests.distributed.users.test_user_models import Adversarial, Curvature, Penalty
 from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
@@ -105,6 +106,23 @@ def test_training_of_single_precision_equals_ddp(ranks, world_size):
         assert found["stationary"] == 4
         assert found["moved"] > 1e-3
         assert found["ddp"] < 1e-5
+
+
+EXCHANGES |= dict.fromkeys((Adversarial, Curvature, Penalty), EXCHANGES[Chain])
+
+
+def asking():
+    """Differences of models that ask for gradients of their inputs within a step, and learn from these."""
+    return [differences(make, max_steps=4) for make in (Adversarial, Curvature, Penalty)]
+
+
+@pytest.mark.parametrize("world_size", [2, slow(4)])
+def test_training_with_slopes_of_slopes_equals_ddp(ranks, world_size):
+    for found in ranks(world_size).run(asking):
+        for each in found:
+            assert each["stationary"] == 4
+            assert each["moved"] > 1e-3
+            assert each["ddp"] < 1e-9
 
 
 def mixed_precision():

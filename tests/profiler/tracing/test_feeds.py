@@ -95,6 +95,12 @@ def test_of_other_tensors_only_a_parameter_of_one_element_is_alike_on_all_ranks(
     assert exchanges(lambda m, x: m.b(m.a(x) * m.norm.num_batches_tracked).sum(), modules) == ALONE
 
 
+def test_what_torch_func_calls_moves_no_activations():
+    assert exchanges(lambda m, x: torch.vmap(m.b)(F.relu(m.a(x))).sum()) == {("a",): "column"}
+    assert exchanges(lambda m, x: m.b(F.relu(torch.vmap(m.a)(x))).sum()) == {("b",): "row"}
+    assert exchanges(lambda m, x: m.b(torch.vmap(lambda row: F.relu(row / len(row)))(m.a(x))).sum()) == ALONE
+
+
 def twice(m, x):
     h = F.relu(m.a(x))
     return m.b(h).sum() + h.sum()
