@@ -240,7 +240,7 @@ class ModelProfile(Stored):
     batch_bytes: Affine = ZERO
     exchanges: tuple[Exchange, ...] = ()
     """Operators, and pairs of operators, whose activations can move in place of their weights; an operator may be in
-    several pairs, and by itself."""
+    several pairs, and by itself. Pairs are known only where the profiler was asked to look for them."""
     children_apart: bool = False
     """True: backward may run after each child of the root, as in manual optimization, and not for all at once."""
     notes: tuple[str, ...] = ()

@@ -92,8 +92,8 @@ def profile_model(
         activations: choices of blocks for the tensors that they save for backward, see `SearchSpace`.
         blocks: names of the modules that may be blocks; None: modules that stand in one container with others of their
             class. Modules that are not called exactly once are left out.
-        exchanges: whether to find operators whose activations can move in place of weights. Only a search space that
-            names ``stationary`` among its modes reads them.
+        exchanges: whether to follow operators, so that pairs of them are known whose activations can move in place of
+            weights. Only a search space that names ``stationary`` among its modes reads them.
         together: runs the step at the same time on all ranks of a job that profile the model; by default this process
             profiles alone.
         progress: called with each stage as it begins, and with the state of the stage.
@@ -156,7 +156,7 @@ def profile_model(
         blocks=profile_blocks(trace, segments, crossings, values_of(activations), again=again, levels=levels),
         crossings=crossings,
         rerun=profile_reruns(trace, may_be_units),
-        exchanges=profile_exchanges(module, profiled, trace) if exchanges else (),
+        exchanges=profile_exchanges(module, profiled, trace, is_followed=exchanges),
         fingerprint=fingerprint(module),
         profiled_batch_size=batch_size,
         optimizer=optimizer,

@@ -117,11 +117,15 @@ def _cut(operator: Operator, num_features: int | None, flows: Mapping[str, Flow]
     )
 
 
-def profile_exchanges(module: nn.Module, operators: Iterable[OperatorProfile], trace: Trace) -> tuple[Exchange, ...]:
+def profile_exchanges(
+    module: nn.Module, operators: Sequence[OperatorProfile], trace: Trace, *, is_followed: bool
+) -> tuple[Exchange, ...]:
     """Operators, and pairs of them, whose activations can move in place of their weights.
 
     Each can be a unit, is trained as a whole, is called once, has no hooks, and is not compiled. An operator with
-    features on both sides could move them in two ways: the one that sends fewer bytes is taken.
+    features on both sides could move them in two ways: the one that sends fewer bytes is taken. Where the trace has
+    not followed what operators are given and give, there are no pairs, and each is taken to save nothing of its input
+    for itself: gathered inputs are then predicted to take one input more than they do.
     """
     features, in_graphs = splittable(module), inside_compiled(module)
     may = {
@@ -134,6 +138,9 @@ def profile_exchanges(module: nn.Module, operators: Iterable[OperatorProfile], t
         and module.get_submodule(operator.name) not in in_graphs
         and not refusal_of_one(module, operator.name)
     }
+    if not is_followed:
+        alone = {name for name in may - trace.calls.apart if len(trace.calls.spans.get(name, ())) == 1}
+        return tuple(_by_first_call(each, each.cut) for each in operators if each.name in alone and each.cut)
     sequence, found = trace.calls.sequence, list[Exchange]()
     for index, name in enumerate(sequence):
         at = {size: parts[index] for size, parts in trace.activations.items()}
@@ -148,7 +155,7 @@ def profile_exchanges(module: nn.Module, operators: Iterable[OperatorProfile], t
         saved = _affine({size: part.own_saved_bytes for size, part in at.items()})
         made = _affine({size: each.output_bytes for size, each in handed.items()})
         is_embedding = isinstance(module.get_submodule(name), nn.Embedding)
-        kind = "embedding" if is_embedding else "column" if first.input_bytes <= first.output_bytes else "row"
+        kind = _kind_alone(first.input_bytes, first.output_bytes, is_embedding=is_embedding)
         found.append(Exchange(kind, (name,), **given, output_bytes=made, saved_bytes=saved))
         places = [index, *(index + each for each in (first.beside, first.feeds) if each is not None)]
         members = tuple(sequence[place] for place in places)
@@ -160,6 +167,23 @@ def profile_exchanges(module: nn.Module, operators: Iterable[OperatorProfile], t
             made = _affine({size: each.output_bytes for size, each in of_last.items() if each is not None})
             found.append(Exchange("pair", members, **given, output_bytes=made, saved_bytes=saved))
     return tuple(found)
+
+
+def _by_first_call(operator: OperatorProfile, cut: Cut) -> Exchange:
+    """Exchange of an operator alone, by the bytes of its first call."""
+    bytes_of_one = (each.per_sample for each in (cut.input_bytes, cut.output_bytes))
+    return Exchange(
+        _kind_alone(*bytes_of_one, is_embedding=operator.kind == nn.Embedding.__name__),
+        (operator.name,),
+        input_bytes=cut.input_bytes,
+        input_gradient_bytes=cut.input_gradient_bytes,
+        output_bytes=cut.output_bytes,
+    )
+
+
+def _kind_alone(input_bytes: float, output_bytes: float, *, is_embedding: bool) -> str:
+    """Kind of the exchange of an operator alone that sends fewer bytes."""
+    return "embedding" if is_embedding else "column" if input_bytes <= output_bytes else "row"
 
 
 def bytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:

@@ -106,6 +106,7 @@ def made_by_hand(
 
 def in_blocks(profile: ModelProfile, cluster: Cluster) -> Setting:
     """A step of one sample with a unit for each block, and everything else in the root, where that may be."""
+    profile = SearchSpace().of(profile)  # weights move
     setting = Setting(
         profile=profile,
         units=partition(profile),

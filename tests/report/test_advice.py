@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.axes import ZDP, Treatment
+from lightning_osdp.core.exchange import Exchange
+from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import CHUNKS, BlockProfile, Segment, in_chunks
 from lightning_osdp.profiler import LiveBytes, TrainingStep, profile_model
@@ -239,6 +240,54 @@ def test_blocks_that_were_chosen_to_recompute_keep_with_a_larger_limit(build, ra
     found = by_change(planned(profile, ranks, "a", "b", blocks=(chosen,)), profile, ranks)
     assert found["memory_limit"].saves == pytest.approx(1 / 4)
     assert "1 more block keeps activations" in found["memory_limit"].sentence
+
+
+def exchanging(profile, *names, num_bytes=4.0):
+    """Lets operators move activations of so many bytes for a sample.
+
+    Of 4 bytes, exchanges are of 8 bytes of inputs, 4 of outputs, 4 and 8 of gradients, and two of 16 bytes of numbers
+    of rows: 0.04 + 0.02 + 0.02 + 0.04 + 2 * 0.08 = 0.28 s.
+    """
+    given = Affine(0.0, num_bytes)
+    found = (
+        Exchange("column", (name,), input_bytes=given, input_gradient_bytes=given, output_bytes=given) for name in names
+    )
+    return dataclasses.replace(profile, exchanges=tuple(found))
+
+
+def test_operators_whose_activations_are_few_are_told_to_move_them(build, ranks):
+    for names, step_s, operators in (("a", 4 - 1.5 + 0.28, "1 operator"), ("ab", 4 - 3 + 0.56, "2 operators")):
+        profile = exchanging(build(), *names)
+        found = by_change(planned(profile, ranks, limit_bytes=MUCH), profile, ranks)["modes"]
+        assert found.saves == pytest.approx(1 - step_s / 4)
+        assert found.sentence == (
+            f"SearchSpace(modes={(*SPACE.modes, 'stationary')}) saves {1 - step_s / 4:.1%} of a step (4.00 s to"
+            f" {step_s:.2f} s): activations of {operators} would move in place of weights"
+        )
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_operators_that_share_a_unit_move_activations_without_the_others(build, ranks, name):
+    profile = exchanging(build(), name)
+    plan = planned(profile, ranks, limit_bytes=MUCH)
+    unit = Unit(name="a", operators=("a", "b"), kind="Linear", treatments=(ZDP,), modules=("a", "b"))
+    plan = dataclasses.replace(plan, units=(plan.units[0], unit))
+    assert simulate(plan, profile, ranks).time_s == pytest.approx(4)
+    assert by_change(plan, profile, ranks)["modes"].saves == pytest.approx(1 - 2.78 / 4)
+
+
+def test_activations_are_not_told_to_move_where_that_is_offered_saves_little_or_does_not_fit(build, ranks):
+    plan = planned(exchanging(build(), "a"), ranks, limit_bytes=MUCH)
+    offered = dataclasses.replace(SPACE, modes=(*SPACE.modes, "stationary"))
+    for num_bytes, fields, is_told in (
+        (17.0, {}, True),  # 0.67 s in place of 1.5 s: 21%
+        (20.0, {}, False),  # 0.76 s: 18.5%
+        (50.0, {}, False),  # 1.66 s
+        (4.0, {"search_space": offered}, False),
+        (4.0, {"memory_limit_bytes": 1}, False),
+    ):
+        found = by_change(dataclasses.replace(plan, **fields), exchanging(build(), "a", num_bytes=num_bytes), ranks)
+        assert ("modes" in found) == is_told, (num_bytes, fields)
 
 
 def test_other_micro_batches_are_told_for_the_same_samples(build, ranks):

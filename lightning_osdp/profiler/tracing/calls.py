@@ -49,6 +49,8 @@ class Calls:
     """Modules that own parameters, once for each of their calls, in order: each call begins a segment."""
     spans: dict[str, list[Span]] = field(default_factory=dict)
     """Module -> the segments of each of its calls."""
+    apart: set[str] = field(default_factory=set)
+    """Modules that ran without gradients, or were called by what ``torch.func`` transforms."""
     flows: dict[str, Flow] = field(default_factory=dict)
     """Module that owns parameters -> bytes that its first call takes and returns."""
     last: str = ""
@@ -81,6 +83,8 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
         if name not in calls.signatures:
             calls.signatures[name] = _signature(child, (args, kwargs))
         calls.stacks.setdefault(name, set()).add(tuple(reversed(stack)))
+        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+            calls.apart.add(name)
 
     def leave(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         name, first = stack.pop(), entered.pop()

@@ -1,5 +1,7 @@
 """Operators and pairs whose activations can move, found in one forward, and what they are given and give."""
 
+import copy
+import dataclasses
 import math
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.profiler import profile_model
 from lightning_osdp.stationary import refusal
 from tests.profiler.traced import Net
@@ -33,8 +35,37 @@ def test_operators_are_followed_only_where_that_is_asked(monkeypatch):
     monkeypatch.setattr(
         "lightning_osdp.profiler.tracing.saved_bytes.recorded_feeds", lambda *_: pytest.fail("followed")
     )
-    monkeypatch.setattr("lightning_osdp.profiler.model.profile_exchanges", lambda *_: pytest.fail("looked for"))
-    assert profiled(lambda m, x: m.b(F.relu(m.a(x))).sum(), exchanges=False).exchanges == ()
+    step = lambda m, x: m.b(F.relu(m.a(x))).sum()  # noqa: E731
+    assert {each.operators: each.kind for each in profiled(step, exchanges=False).exchanges} == ALONE
+
+
+def alone(step, modules=None, batch=None, *, exchanges):
+    """Bytes of operators by themselves, without what they save."""
+    found = profiled(step, modules, batch, exchanges=exchanges).exchanges
+    return {each for each in (dataclasses.replace(each, saved_bytes=ZERO) for each in found) if each.kind != "pair"}
+
+
+def without_gradients(m, x):
+    with torch.no_grad():
+        h = m.a(x)
+    return m.b(F.relu(h)).sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "modules", "batch"),
+    [
+        (lambda m, x: m.b(F.relu(m.a(x))).sum(), None, None),
+        (lambda m, x: m.b(F.relu(m.a(x)) + m.c(x)).sum(), {"c": nn.Linear(WIDTH, HIDDEN).requires_grad_(False)}, None),
+        (lambda m, x: m.b(F.relu(m.a(m.e(x)))).sum(), {"e": nn.Embedding(6, WIDTH)}, torch.zeros(2, 3, dtype=int)),
+        (lambda m, x: (m.b(m.a(x)) + m.b(m.a(2 * x))).sum(), None, None),
+        (lambda m, x: torch.vmap(m.b)(F.relu(m.a(x))).sum(), None, None),
+        (without_gradients, None, None),
+    ],
+)
+def test_operators_by_themselves_are_known_without_being_followed(step, modules, batch):
+    made = lambda: layers(**{name: copy.deepcopy(each) for name, each in (modules or {}).items()})  # noqa: E731
+    found = [alone(step, made(), batch, exchanges=exchanges) for exchanges in (True, False)]
+    assert found[0] == found[1]
 
 
 ALONE = {("a",): "column", ("b",): "row"}
