@@ -20,7 +20,7 @@ from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine import FSDP2, effects_of
-from lightning_osdp.scheduler.planned import plan_of
+from lightning_osdp.scheduler.planned import holds_any, plan_of
 from lightning_osdp.scheduler.planning import ANY_PREFETCH, planned_setting
 
 MOST_SLOWER = 1.25
@@ -159,7 +159,12 @@ class _Variants:
         if plan.blocks:
             yield self.made("no recomputation", _all(), blocks=())
             yield self.made("no recomputation, all ZDP", _all(keep="nothing"), blocks=())
-        names = [block.name for block in self.profile.blocks if "recompute" in block.segments]
+        moving = [name for unit in plan.units if "moves" in unit.treatments[0] for name in unit.operators]
+        names = [
+            block.name
+            for block in self.profile.blocks
+            if "recompute" in block.segments and not holds_any(block.name, moving)
+        ]
         if names:
             blocks = tuple(Block(name=name, treatment=Treatment(saves="recompute")) for name in names)
             yield self.with_most_kept("all blocks recomputing, fewer collectives", blocks)

@@ -10,11 +10,12 @@ from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.report.alternatives import find_alternatives
 from lightning_osdp.report.sentences import explain
 from lightning_osdp.report.tables import render_plan
 from lightning_osdp.report.trace import chrome_trace
-from lightning_osdp.scheduler import judge_plan, make_plan
+from lightning_osdp.scheduler import candidates, judge_plan, make_plan
 from lightning_osdp.simulation import simulate
 
 FLOAT, RANKS, WIDTH = 4, 8, 64
@@ -167,6 +168,30 @@ def test_a_plan_is_stored_simulated_and_judged_as_it_was_made(mlp, overlaps):
     judged = judge_plan(again, profile, cluster, memory_limit_bytes=ENOUGH)
     assert judged.step_time_s == pytest.approx(plan.step_time_s)
     assert judged.units == plan.units
+
+
+def test_blocks_that_hold_what_moves_activations_are_not_run_again(mlp):
+    profile = mlp(num_blocks=2, activation_bytes_per_sample=100.0)
+    blocks = (
+        BlockProfile(
+            name=f"h.{block}",
+            span=(first, first + 1),
+            segments={
+                "recompute": tuple(
+                    dataclasses.replace(each, saved_bytes=Affine()) for each in profile.segments[first : first + 2]
+                )
+            },
+            rerun_s=Affine(0.0, 1e-9),
+        )
+        for block, first in enumerate((1, 3))
+    )
+    profile = dataclasses.replace(profile, blocks=tuple(blocks))
+    plan = planned(profile, 8)
+    assert moving(plan) == {"h.0.fc": "pair", "h.1.fc": "pair"}
+    assert plan.recomputable == ()
+    found = candidates(plan, profile, ranks())
+    assert len(found) > 1
+    assert all(moving(each.plan) == moving(plan) and not each.plan.blocks for each in found)
 
 
 @pytest.mark.parametrize("has_streams", [False, True])
