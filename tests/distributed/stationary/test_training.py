@@ -57,7 +57,7 @@ def differences(make, *, optimizer="adamw", kind="mixed", blocks=(), dtype="floa
     number = options.get("accumulate_grad_batches", 1)
     plan = stationary_plan(make, kind, blocks=blocks, dtype=dtype, num_micro_batches=number)
     by_ddp = fitted(ddp(), make(), dtype=dtype, **options)
-    own = fitted(OSDPStrategy(plan=plan), make(), dtype=dtype, **options)
+    own = fitted(OSDPStrategy(plan=plan, node_size=plan.node_size), make(), dtype=dtype, **options)
     module = own[2].lightning_module
     return {
         "ddp": difference(own, by_ddp),
@@ -77,14 +77,15 @@ CASES = {
 }
 
 
-def cases(names, make=GPT):
-    return {name: differences(make, **CASES[name]) for name in names}
+def cases(names, make=GPT, kind="mixed"):
+    return {name: differences(make, kind=kind, **CASES[name]) for name in names}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_training_equals_ddp(ranks, world_size):
-    names = [*CASES] if world_size == 2 else ["norm"]
-    for found in ranks(world_size).run(cases, names=names):
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "mixed"), (4, "mixed"), (4, "nodes")])
+def test_training_equals_ddp(ranks, world_size, kind):
+    """Beside units that are sharded over all ranks, or in nodes of two."""
+    names = {"nodes": ["accumulated", "norm"], "mixed": ["norm"] if world_size == 4 else [*CASES]}[kind]
+    for found in ranks(world_size).run(cases, names=names, kind=kind):
         for name, each in found.items():
             assert each["stationary"] == 8, name
             assert each["plan"], name
