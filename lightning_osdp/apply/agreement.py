@@ -48,7 +48,9 @@ class Agreement:
       because it cannot report while it waits. In an evaluation each rank reports before it gathers a unit for the
       second time in one step: generated text may be longer on one rank than on another.
     - Units that move activations tell each other the numbers of rows that ranks have before each exchange in forward,
-      and that all ranks have come to this unit. In backward they do so in the first steps, as others do.
+      and that all ranks have come to this unit. In backward they do so in the first steps, as others do. Functions
+      between a pair, each with its numbers, are compared at the end of a step: each rank applies them to features of
+      all ranks' samples.
     - Buffers are those of rank 0 when training begins. Buffers that have changed are taken from rank 0 before each step
       of an optimizer.
     - All ranks refuse a step if one rank finds writes to unsharded parameters that its shards cannot take over.
@@ -61,6 +63,7 @@ class Agreement:
         self._group = _own_group(world) if world is not None and world.size() > 1 else None
         self._num_steps = 0
         self._order = 0  # hash of the order in which units were gathered and reduced
+        self._functions = 0  # hash of the functions between pairs that move activations
         self._is_paused = False
         self._gathered: set[int] | None = None  # units in this step of an evaluation
         self._groups = tuple(groups)
@@ -86,7 +89,7 @@ class Agreement:
         Raises:
             RanksApartError: ranks have other buffers.
         """
-        self._order = self._num_steps = 0
+        self._order = self._functions = self._num_steps = 0
         self._watch.is_announced = False
         if self._group is None:
             return
@@ -147,12 +150,13 @@ class Agreement:
             if is_early or self._num_steps % _STEPS_BETWEEN == 0:
                 self._check_nodes()
             self._num_steps += 1
-            parts = (self._buffers.reports(), written, used)
-            most, negated_least, *largest = self._largest([self._order, -self._order, *chain(*parts)])
-            self._order = 0
-            _check_same(most, negated_least)
-            rest = iter(largest)
-            buffers, written, used = (list(islice(rest, len(part))) for part in parts)
+            hashes = ((self._order, -self._order), (self._functions, -self._functions))
+            parts = (*hashes, self._buffers.reports(), written, used)
+            largest = iter(self._largest([*chain(*parts)]))
+            order, functions, buffers, written, used = (list(islice(largest, len(part))) for part in parts)
+            self._order = self._functions = 0
+            _check_same(*order)
+            _check_functions(*functions)
             self._buffers.take(buffers, self._group)
         self._writes.check(written)
         for group in () if self._has_dropped else optimizer.param_groups:
@@ -203,6 +207,8 @@ class Agreement:
             yield
             if self._gathered and not self._is_paused:
                 self._check(_EVALUATED)
+                if self._num_exchanging:
+                    _check_functions(*self._largest([self._functions, -self._functions]))
         finally:
             self._gathered = None
 
@@ -241,6 +247,11 @@ class Agreement:
         """Notes an exchange in backward of a unit that moves activations."""
         if self._group is not None and not self._is_paused:
             self._note(2 * (len(self._groups) + unit) + 1)
+
+    def note_function(self, digest: int) -> None:
+        """Notes a function between a pair of operators that move activations, by a number of it and its numbers."""
+        if self._group is not None and not self._is_paused:
+            self._functions = (self._functions * 31 + digest) % _PRIME
 
     def _note(self, event: int, num_rows: int | None = None) -> Sequence[int]:
         """Notes an event that all ranks come to; returns the numbers of rows of all ranks where there is one."""
@@ -304,6 +315,16 @@ class Agreement:
 def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Process group for this file alone, which orders its collectives; one for all models, for each has its threads."""
     return new_host_group(world)
+
+
+def _check_functions(most: int, negated_least: int) -> None:
+    if most != -negated_least:
+        raise RanksApartError(
+            "Expected every rank to apply the same functions, with the same numbers, to what is between operators that"
+            " move activations as a pair, for each has some features of all ranks' samples there, but they applied"
+            " others in this step. Take numbers and choices from what is the same on all ranks, or have these operators"
+            " move weights: plan anew by leaving out `plan=`, or with other modes than 'stationary'."
+        )
 
 
 def _check_same(most: int, negated_least: int) -> None:

@@ -26,6 +26,7 @@ class ExchangingUnits:
         plan: the plan that the model was checked against; None: there are no such units.
         rows_of_ranks: gives the numbers of rows of all ranks, for the number of a unit and that of this rank's rows.
         before_backward: is given the number of a unit before each exchange in its backward.
+        on_function: is given a number for each function between a pair, and what that is given.
 
     Attributes:
         parameters: the parts of parameters that this rank has.
@@ -41,6 +42,7 @@ class ExchangingUnits:
         initialize: Callable[[nn.Module], None],
         rows_of_ranks: Callable[[int, int], Sequence[int]],
         before_backward: Callable[[int], None],
+        on_function: Callable[[int], None],
     ) -> None:
         self._modules: list[nn.Module] = []
         units = exchanging(plan) if plan is not None else []
@@ -53,6 +55,7 @@ class ExchangingUnits:
                 mesh=meshes.mesh_for(unit.treatments[0]),
                 rows_of_ranks=partial(rows_of_ranks, number),
                 before_backward=partial(before_backward, number),
+                on_function=on_function,
                 dtype=policy.param_dtype,
                 casts_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
             )

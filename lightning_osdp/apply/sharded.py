@@ -98,6 +98,7 @@ class ShardedModel:
             initialize=initialize,
             rows_of_ranks=lambda *numbers: self._agreement.rows_of_ranks(*numbers),  # noqa: PLW0108 (not there yet)
             before_backward=lambda number: self._agreement.note_exchange(number),  # noqa: PLW0108
+            on_function=lambda number: self._agreement.note_function(number),  # noqa: PLW0108
         )
         if plan is not None:
             self._forwards.choose(plan.blocks, units=[unit.name for unit in units])

@@ -41,6 +41,8 @@ class Call:
     """Number of rows that each rank has."""
     before_backward: Callable[[], object]
     """Called on each rank before each exchange in backward."""
+    on_function: Callable[[int], object] = lambda _: None
+    """Called on each rank with a number for each function of features and what it is given, see `Features`."""
 
 
 def part_sizes(total: int, num_ranks: int) -> list[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Number
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +39,8 @@ _ALIKE = frozenset(
 )  # fmt: skip
 """Functions and attributes of tensors that give no tensor, and the same on all ranks."""
 _OF_GRADIENTS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
+_TO_DEVICES = frozenset({"cuda", "to", "xpu"})
+"""Functions to which devices are given as numbers or texts."""
 _NUM_CHECKED = 2
 """Number of rows on which a function is checked."""
 _MOST_KNOWN = 1000
@@ -67,9 +71,9 @@ class Features(Tensor):
     Any other function would compute something else here than on the features of one rank's samples: it raises a
     `ConfigurationError`, on all ranks alike. So does a function of another tensor, which may differ
     between ranks, unless that is a parameter of one element, or of features of the same call of the pair, and a
-    function that gives sizes. Functions that
-    draw random numbers, as dropout does, draw others on each rank, and as reproducibly: ranks have other features, and
-    where all ranks have one seed they would get one mask.
+    function that gives sizes. Each function, with the numbers and texts that it is given, is told to the call, so that
+    ranks find that they have applied others. Functions that draw random numbers, as dropout does, draw others on each
+    rank, and as reproducibly: ranks have other features, and where all ranks have one seed they would get one mask.
     """
 
     pair: Pair
@@ -123,6 +127,8 @@ class Features(Tensor):
 
             if is_of_one_rank(func, result):
                 _refuse(pair, func, "which gives what only this rank's features have")
+            if any(isinstance(each, Tensor) for each in tree_leaves(result)):
+                call.on_function(_digest(func, leaves))
 
             def wrapped(value: Any) -> Any:
                 if not isinstance(value, Tensor):
@@ -219,6 +225,16 @@ def _drawn(run: Callable[[], Any], call: Call, device: torch.device) -> Any:
         if device.type == "cuda":
             torch.cuda.default_generators[device.index].manual_seed(seed)
         return run()
+
+
+def _digest(func: Any, leaves: Iterable[Any]) -> int:
+    """Number below 2^32 of a function and the numbers and texts that it is given, the same in all processes.
+
+    Devices are left out, which each rank has of its own.
+    """
+    name = _name(func)
+    told = [each for each in leaves if isinstance(each, (Number, str)) and name not in _TO_DEVICES]
+    return zlib.crc32(repr((name, told)).encode())
 
 
 def _devices_in(values: Any) -> list[torch.device]:

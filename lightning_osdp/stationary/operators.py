@@ -50,6 +50,8 @@ class Ranks:
     """Gives, for the number of rows of this rank, those of all ranks, who all call it; raises where ranks are apart."""
     before_backward: Callable[[], object] = lambda: None
     """Called before each exchange in backward."""
+    on_function: Callable[[int], object] = lambda _: None
+    """Called with a number for each function between a pair, see `Call.on_function`."""
     dtype: torch.dtype | None = None
     """Precision to compute in; None for that of the parameters."""
     casts_inputs: bool = False
@@ -67,7 +69,8 @@ class Ranks:
                 " exchanges between ranks. Plan anew by leaving out `plan=`, or have them move weights."
             )
         rows = self.rows_of_ranks(num_rows) if self.mesh.size() > 1 else [num_rows]
-        return Call(self.mesh.get_group(), self.mesh.get_local_rank(), tuple(rows), self.before_backward)
+        rank = self.mesh.get_local_rank()
+        return Call(self.mesh.get_group(), rank, tuple(rows), self.before_backward, self.on_function)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

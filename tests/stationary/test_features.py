@@ -55,6 +55,29 @@ def test_elementwise_functions_compute_as_on_plain_tensors(name):
         assert torch.equal(of_found, of_values)
 
 
+def test_functions_are_told_with_their_numbers_and_texts():
+    told = []
+    call = Call(None, 0, (4,), lambda: None, told.append)
+    given = Features.of(torch.randn(4, 3), Pair(("up", "down")), call, torch.Size([2]))
+    for function in (
+        lambda x: x * 2,
+        lambda x: x * 2,
+        lambda x: x * 3,
+        lambda x: F.dropout(x, 0.5, training=False),
+        lambda x: F.dropout(x, 0.25, training=False),
+        F.gelu,
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda x: x.to("cpu"),
+        lambda x: x.to("cpu:0"),
+        lambda x: x.dtype.is_floating_point and x.requires_grad,
+    ):
+        function(given)
+    assert told[0] == told[1]
+    assert told[-2] == told[-1]
+    assert len(told) == 9
+    assert len({*told}) == 7
+
+
 READS = {
     "shape": lambda x: x.shape[-1],
     "size": lambda x: x.size(-1),

@@ -273,6 +273,44 @@ def test_ranks_that_do_not_call_an_operator_are_told_apart_before_the_exchange(r
         assert text.startswith("RanksApartError: Expected every rank to run the same modules in the same order")
 
 
+BETWEEN = {
+    "number": lambda h: h * (1.0 + dist.get_rank()),
+    "function": lambda h: torch.relu(h) if dist.get_rank() else torch.tanh(h),
+    "text": lambda h: F.gelu(h, approximate="tanh" if dist.get_rank() else "none"),
+}
+
+
+class Differing(Chain):
+    """Applies other functions on each rank between a pair, in training or in an evaluation."""
+
+    def __init__(self, optimizer="adamw", *, between="number", in_evaluation=False):
+        super().__init__(optimizer)
+        self.between, self.in_evaluation = BETWEEN[between], in_evaluation
+
+    def features(self, x):
+        h = self.first(x)
+        h = self.between(h) if self.training != self.in_evaluation else torch.tanh(h)
+        return torch.tanh(self.third(self.second(h)))
+
+
+EXCHANGES[Differing] = EXCHANGES[Chain]
+
+
+def differs(between, in_evaluation):
+    make = partial(Differing, between=between, in_evaluation=in_evaluation)
+    options = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "val_check_interval": 1} if in_evaluation else {}
+    return refusal(lambda: fitted(OSDPStrategy(plan=stationary_plan(make), dry_run=False), make(), **options))
+
+
+@pytest.mark.parametrize(("between", "in_evaluation"), [*((name, False) for name in BETWEEN), ("number", True)])
+def test_ranks_that_apply_other_functions_between_a_pair_are_told_apart(ranks, between, in_evaluation):
+    for text in ranks(2).run(differs, between=between, in_evaluation=in_evaluation):
+        assert text is not None
+        assert text.startswith(
+            "RanksApartError: Expected every rank to apply the same functions, with the same numbers"
+        )
+
+
 class DryRunning(Chain):
     """Runs a step dry when training starts, and keeps what it returns."""
 
