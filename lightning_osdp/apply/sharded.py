@@ -21,6 +21,7 @@ from lightning_osdp.apply.exchanging import ExchangingUnits
 from lightning_osdp.apply.internals import (
     access,
     backward,
+    calls,
     dtensors,
     gathering,
     in_flight,
@@ -38,7 +39,7 @@ from lightning_osdp.apply.prepare import (
 )
 from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.treatments import accumulate, arguments_of, change
-from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
+from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, policy_of, set_prefetch, shard
 from lightning_osdp.apply.updates import share_gradients, stepping_on_rows, try_optimizer
 from lightning_osdp.core.axes import Treatment, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
@@ -127,6 +128,9 @@ class ShardedModel:
             self._groups,
             lambda values: self._agreement.largest(values),  # noqa: PLW0108 (it is not there yet)
         )
+        for unit in self.units:
+            if unit.name:
+                calls.shorten(unit.modules, self._residence, policy_of(unit, mixed_precision))
         gathering.gather_where_read(self._groups)
         gathering.gather_for_training(self._groups)
         gathering.enter_once(self._groups)
@@ -219,7 +223,7 @@ class ShardedModel:
         """Runs a step of the user, with the root unit unsharded."""
         self._residence.opens_itself = False  # units that are resharded in backward show nobody their shards
         self._residence.settle()
-        result: T = gathering.run_as_forward(self.module, step, args, kwargs, without_views)
+        result: T = gathering.run_as_forward(self.module, step, args, kwargs, calls.without_views)
         return result
 
     def evaluate(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:

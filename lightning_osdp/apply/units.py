@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_leaves, tree_map_only
-from typing_extensions import override
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 from lightning_osdp.apply.activations.blocks import is_inside
-from lightning_osdp.apply.internals import access, dtensors, gathering, sharding
+from lightning_osdp.apply.internals import dtensors, gathering, sharding
 from lightning_osdp.apply.prepare import children_first
 from lightning_osdp.core.axes import DP, ZDP, Treatment
 from lightning_osdp.core.plans.plan import Plan
@@ -224,8 +222,6 @@ def shard(
         hooks = {(child, name): parameter._backward_hooks for child, name, parameter in _own_parameters(unit)}
         for module in unit.modules:
             initialize(module)
-            if unit.name:
-                module.register_forward_hook(_without_views)
         kept = [(child, name, vars(parameter)) for child, name, parameter in _own_parameters(unit)]
         with sharding.scalars_as_rows(unit.modules):
             fully_shard(
@@ -243,8 +239,6 @@ def shard(
         for module in unit.modules:
             sharding.keep_attributes(module)
             sharding.refuse_copies(module)
-        for module in unit.modules[:-1]:
-            module.register_forward_hook(_Gathering(unit.handle))
 
 
 def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, reached: Sequence[str] = ()) -> None:
@@ -317,67 +311,3 @@ def policy_of(unit: ShardedUnit, precision: MixedPrecision | None) -> MixedPreci
     return MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=casts
     )
-
-
-def without_views(output: Any) -> Any:
-    """Replaces views in an output by tensors of the same memory that are no views.
-
-    An operation in place on a view removes the hook by which backward finds the unit.
-    """
-    if not torch.is_grad_enabled():
-        return output
-    return _no_view(output) if isinstance(output, Tensor) else tree_map_only(Tensor, _no_view, output)
-
-
-class _Gathering:
-    """Hook of each module of a unit but the last: gathers the unit when backward comes to the output.
-
-    fully_shard gathers it at the output of the last module, which the loss may not depend on.
-    """
-
-    def __init__(self, handle: nn.Module) -> None:
-        self._handle: Any = handle
-        self._made_for = access.state_of(handle)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its hooks
-    def __call__(self, _: nn.Module, __: Any, output: Any) -> None:
-        """Registers the all-gather on the output of the module."""
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._gather)
-
-    def __deepcopy__(self, _: object) -> Callable[..., None]:
-        """Hook of a copy of the module, which is no unit."""
-        return access.do_nothing
-
-    def _gather(self, _: Tensor) -> None:
-        # The hook outlives its unit where the module is sharded anew.
-        is_unit = isinstance(self._handle, FSDPModule) and access.state_of(self._handle) is self._made_for
-        # mostly it is unsharded, which torch finds after it has gone through all parameters
-        if is_unit and not access.group_of(self._handle).is_unsharded:
-            self._handle.unshard()
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
-def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
-    return without_views(output)
-
-
-def _no_view(tensor: Tensor) -> Tensor:
-    is_view = tensor.requires_grad and tensor._base is not None
-    return _Alias.apply(tensor) if is_view else tensor  # type: ignore[no-untyped-call]
-
-
-@sharding.typed_as_local
-class _Alias(torch.autograd.Function):
-    """Tensor with the values and the memory of another one."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import DTensor
 
 from benchmarks.testbed.plans import plan_of
-from lightning_osdp.apply import ShardedModel, internals, units
-from lightning_osdp.apply.internals import access, backward, dtensors, gathering, sharding, unsharded
+from lightning_osdp.apply import ShardedModel, internals
+from lightning_osdp.apply.internals import access, backward, calls, dtensors, gathering, sharding, unsharded
 from lightning_osdp.errors import ConfigurationError
 
 METHODS = [f"{kind.__name__}.{name}" for kind, names in access._METHODS.items() for name in names]
@@ -245,6 +245,16 @@ def test_a_unit_of_several_groups_of_parameters_is_refused(net):
         access.check_units(net)
 
 
+def test_a_torch_that_registers_other_hooks_is_refused(net):
+    state = access.state_of(net.first)
+    state._post_forward_hook_handle = state._pre_forward_hook_handle
+    expected = (
+        r"^Expected a torch whose .*, got .* without hooks before and after each call of a module of a unit\. Install"
+    )
+    with pytest.raises(ConfigurationError, match=expected):
+        calls.shorten([net.first], None, MixedPrecisionPolicy())
+
+
 def test_a_torch_without_a_part_of_fully_shard_says_so_when_it_is_imported(monkeypatch):
     monkeypatch.delattr(_fsdp_param_group, "RegisterPostBackwardFunction")
     expected = r"^Expected a torch with the parts of fully_shard that 2\.13 to 2\.15 have, got .*: cannot import name"
@@ -437,7 +447,7 @@ def test_collectives_of_a_unit_are_told_and_as_torchs_own(groups):
 
 def test_functions_of_units_are_known_to_spmd_types():
     registered = pytest.importorskip("spmd_types._local_registration")._LOCAL_AUTOGRAD_FUNCTIONS
-    assert {sharding._Inputs, units._Alias} <= registered
+    assert {sharding._Inputs, calls._Alias} <= registered
 
 
 def test_zeros_are_sharded_as_gradients_are(net, groups):

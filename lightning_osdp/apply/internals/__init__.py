@@ -11,6 +11,7 @@ Each module is a subject. Callers, also in the room, write its name in front: ``
 `unsharded`     changes of parameters while they are unsharded, which shards take over
 `resident`      units that stay unsharded for ever
 `backward`      the end of backward for each unit, and gradients that are not reduced yet
+`calls`         hooks around calls of modules of units
 ==============  =========================================================================================
 """
 
@@ -22,6 +23,7 @@ try:
     from lightning_osdp.apply.internals import (
         access,
         backward,
+        calls,
         dtensors,
         gathering,
         in_flight,
@@ -33,4 +35,4 @@ except ImportError as error:
     _text = f"Expected a torch with the parts of fully_shard that 2.13 to 2.15 have, got {torch.__version__}: {error}"
     raise ImportError(_text) from error
 
-__all__ = ["access", "backward", "dtensors", "gathering", "in_flight", "resident", "sharding", "unsharded"]
+__all__ = ["access", "backward", "calls", "dtensors", "gathering", "in_flight", "resident", "sharding", "unsharded"]

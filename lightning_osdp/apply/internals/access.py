@@ -72,6 +72,7 @@ _ATTRIBUTES = {
     "state": (
         "_fsdp_param_groups",
         "_modules",
+        "_modules_to_run_forward",
         "_pre_forward_hook_handle",
         "_post_forward_hook_handle",
         "_states_to_forward_prefetch",
@@ -81,6 +82,7 @@ _ATTRIBUTES = {
         "_comm_ctx.device_handle",
         "_comm_ctx.post_forward_order",
         "_state_ctx.all_states",
+        "_state_ctx.iter_forward_root",
         "_state_ctx.post_backward_final_callback_queued",
         "_training_state",
     ),
@@ -132,6 +134,7 @@ the first all-gather."""
 IN_NODES = "a mode that leaves a shard in each node"
 _AHEAD = "asynchronous_unshard, so that steps may take longer than predicted"
 _ONCE = "that a tensor given to a unit twice arrives as one"
+_QUICK = "a quick call of modules that find their unit unsharded"
 WHOLE = "gathered(), and a fit of a model that was evaluated first"
 _DISPENSABLE = {
     "FSDPModule._orig_cls_mro_index": WHOLE,
@@ -145,8 +148,8 @@ _DISPENSABLE = {
     "parameter._post_load_hook_handle": WHOLE,
     "parameter.post_forward_mesh_info": IN_NODES,
     "state._modules": WHOLE,
-    "state._post_forward_hook_handle": WHOLE,
-    "state._pre_forward_hook_handle": WHOLE,
+    "state._modules_to_run_forward": _QUICK,
+    "state._state_ctx.iter_forward_root": _QUICK,
 }
 """Names that training does without -> what is lost without them."""
 _OF_SCALARS = {
@@ -165,7 +168,7 @@ _OF_SCALARS = {
 
 def check_torch() -> None:
     """Raises `ConfigurationError` where classes of this torch lack a name that training needs."""
-    _refuse(name for name in _lacking((), ()) if name not in _DISPENSABLE)
+    refuse(name for name in _lacking((), ()) if name not in _DISPENSABLE)
 
 
 def check_units(root: nn.Module) -> None:
@@ -184,7 +187,7 @@ def check_units(root: nn.Module) -> None:
             f" {len(states)} units have {len(groups)} groups of parameters. Install torch {_TRIED}."
         )
     missing = _lacking(states, groups)
-    _refuse(name for name in missing if name not in _DISPENSABLE)
+    refuse(name for name in missing if name not in _DISPENSABLE)
     told = f"OSDP: torch {torch.__version__} was not tried ({_TRIED} were)" if version() > (2, 15) else ""
     if missing:
         without = dict.fromkeys(_DISPENSABLE[name] for name in missing)
@@ -214,16 +217,17 @@ def _has(holder: Any, path: str) -> bool:
 
 def require(use: str, states: Sequence[Any] = (), groups: Sequence[Any] = ()) -> None:
     """Raises `ConfigurationError` where torch lacks a name that this use, a value of `_DISPENSABLE`, needs."""
-    _refuse((name for name in _lacking(states, groups) if _DISPENSABLE.get(name) == use), f", for {use}")
+    refuse((name for name in _lacking(states, groups) if _DISPENSABLE.get(name) == use), f", for {use}")
 
 
 def check_scalars(module: nn.Module) -> None:
     """Raises `ConfigurationError` where torch lacks a name that a unit needs for parameters without dimensions."""
-    _refuse(name for name in _lacking([state_of(module)], ()) if name == "state._fsdp_param_groups")
-    _refuse(name for name in _lacking((), [group_of(module)]) if name in _OF_SCALARS)
+    refuse(name for name in _lacking([state_of(module)], ()) if name == "state._fsdp_param_groups")
+    refuse(name for name in _lacking((), [group_of(module)]) if name in _OF_SCALARS)
 
 
-def _refuse(missing: Iterable[str], use: str = "") -> None:
+def refuse(missing: Iterable[str], use: str = "") -> None:
+    """Raises `ConfigurationError` where anything is missing of this torch, for a use of it where one is named."""
     if names := ", ".join(missing):
         raise ConfigurationError(
             f"Expected a torch whose fully_shard is built as that of {_TRIED}{use}, got {torch.__version__} without"

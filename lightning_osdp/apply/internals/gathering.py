@@ -128,9 +128,11 @@ def gather_where_read(groups: Sequence[Any]) -> None:
         group._to_sharded = partial(_outdate, group, group._to_sharded)
 
 
-def _pre_backward(group: Any, pre_backward: Callable[..., None], *args: Any) -> None:
+def _pre_backward(group: Any, pre_backward: Callable[..., None], _: bool) -> None:
     if getattr(group, _IS_READ, True) or group.is_unsharded or group._all_gather_result is not None:
-        pre_backward(*args)
+        pre_backward(
+            False
+        )  # gathers nothing ahead but what lists say: torch does not note all units that forward calls
     else:
         group._training_state = TrainingState.PRE_BACKWARD
 

@@ -74,6 +74,19 @@ class Residence:
         """Begins the time in which others may write to shards."""
         self._is_open = True
 
+    def keeps(self, group: Any) -> bool:
+        """Tells if a unit is unsharded, and its weights are kept."""
+        return group in self._kept and group.is_unsharded
+
+    def shows(self, group: Any) -> bool:
+        """Shows the kept weights of a unit where that needs no other rank; tells if they are there then."""
+        if group not in self._kept or group.is_unsharded:
+            return self.keeps(group)
+        if self._is_open or not (self._is_complete and stays(group) and self._is_unwritten(group)):
+            return False
+        group.wait_for_unshard()
+        return True
+
     def settle(self) -> None:
         """Ends that: what is outdated is freed, on all ranks. Call it on all of them."""
         if self._is_open:
@@ -140,7 +153,7 @@ class Residence:
 
     def _unshard(self, group: Any, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if group in self._kept and not group.is_unsharded:
-            if self._is_open or [known.mark for known in self._kept[group]] != _marks(group):
+            if self._is_open or not self._is_unwritten(group):
                 self._compare()
             elif not stays(group):
                 self._free(group)
@@ -188,6 +201,10 @@ class Residence:
         _part(group)
         for parameter in group.fsdp_params:
             parameter.free_unsharded_param()
+
+    def _is_unwritten(self, group: Any) -> bool:
+        """Tells if nobody can have written to this rank's shards since ranks last agreed."""
+        return [known.mark for known in self._kept[group]] == _marks(group)
 
     def _is_outdated(self, group: Any) -> bool:
         """Tells if this rank's shards differ from its rows of the kept unsharded weights, bit by bit."""

@@ -1,6 +1,8 @@
 """Units of several modules, as the planner makes them, and units that are gathered late: on two ranks."""
 
 import dataclasses
+from collections import Counter
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -10,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from lightning_osdp import OSDPStrategy, SearchSpace, make_plan
 from lightning_osdp.engine import FSDP2, engine_of
@@ -60,6 +63,19 @@ def _planned(name, prefetch, *, shares):
     )
 
 
+@contextmanager
+def entries():
+    """Yields how often torch's hooks enter units, by module that is called."""
+    seen, enter = Counter(), FSDPState._pre_forward
+
+    def noted(state, module, *args):
+        seen[module] += 1
+        return enter(state, module, *args)
+
+    with mock.patch.object(FSDPState, "_pre_forward", noted):
+        yield seen
+
+
 def _counted(group_names):
     """Patches that note all-gathers and reduce-scatters with the unit that each is of."""
     seen = []
@@ -89,7 +105,7 @@ def trains(name, prefetch, modules=None, late=0):
     """
     plan = _planned(name, prefetch, shares=modules is None)
     if modules is not None:
-        plan = _with_unit(plan, modules)
+        plan = with_unit(plan, modules)
     units = [unit.name for unit in plan.units if unit.name]
     plan = dataclasses.replace(plan, late_forward=tuple(units[:late]), late_backward=tuple(units[1 : 1 + late]))
     options = {"name": name, "optimizer": "adamw", "dtype": "float64"}
@@ -100,7 +116,7 @@ def trains(name, prefetch, modules=None, late=0):
         mock.patch.object(FSDPParamGroup, name, autospec=True, side_effect=getattr(FSDPParamGroup, name))
         for name in ("pre_forward", "lazy_init")
     )
-    with patches[0], patches[1], entered as entering, begun as beginning:
+    with patches[0], patches[1], entered as entering, begun as beginning, entries() as hooked:
         osdp, _, fit = trained(OSDPStrategy(plan=plan, dry_run=False), **options)
     profile = profile_of(build(name, dtype="float64"))
     step, modes = planned_step(plan, profile, stated_cluster(dist.get_world_size()))
@@ -116,11 +132,13 @@ def trains(name, prefetch, modules=None, late=0):
         "num_seen": len(seen),
         "num_entered": entering.call_count,
         "num_begun": beginning.call_count,
+        "num_hooked": sum(number for module, number in hooked.items() if module is not fit.lightning_module),
+        "num_named": sum(1 for unit in plan.units if unit.name),
         "num_units": sum(1 for unit in plan.units if unit.operators),
     }
 
 
-def _with_unit(plan, modules):
+def with_unit(plan, modules):
     """The plan with these modules one unit."""
     together = [unit for unit in plan.units if unit.name in modules]
     operators = tuple(operator for unit in together for operator in unit.operators)
@@ -140,6 +158,7 @@ def test_units_that_the_planner_joined_train_as_ddp_with_the_collectives_as_pred
         assert found["num_seen"] == 5 * len(found["expected"])
         # whatever the number of modules
         assert (found["num_entered"], found["num_begun"]) == (5 * found["num_units"], found["num_units"])
+        assert found["num_hooked"] == 5 * found["num_named"]
 
 
 @pytest.mark.slow

@@ -20,8 +20,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
 from lightning_osdp.apply.internals import sharding
 from lightning_osdp.apply.internals.gathering import whole_storages
+from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.plans.plan import Block
 from tests.distributed.support.fits import fitted, largest_difference, plan_for, shared_folder, trainer
 from tests.distributed.support.models import Base
+from tests.distributed.training.test_joined import entries, with_unit
 from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
@@ -54,13 +57,15 @@ class Adapters(Base):
         self.head = nn.Linear(WIDTH, 3)
         self.hooked = None
 
-    def loss(self, batch):
-        x, y = (each.to(self.head.weight.dtype) for each in batch)
+    def forward(self, x):
         hidden = self.backbone(x)
         for layer in self.layers:
             hidden = layer(hidden).relu()
-        hidden = self.twice(self.norm(self.twice(hidden)))
-        return F.mse_loss(self.head(hidden).float(), y.float())
+        return self.head(self.twice(self.norm(self.twice(hidden))))
+
+    def loss(self, batch):
+        x, y = (each.to(self.head.weight.dtype) for each in batch)
+        return F.mse_loss(self(x).float(), y.float())
 
     def dataset(self):
         generator = torch.Generator().manual_seed(1)
@@ -75,6 +80,17 @@ class AllGiven(Adapters):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+class Penalised(Adapters):
+    """The loss of a training step has gradients of the model's inputs."""
+
+    def loss(self, batch):
+        if not torch.is_grad_enabled():
+            return super().loss(batch)
+        x = batch[0].to(self.head.weight.dtype).requires_grad_()
+        (gradient,) = torch.autograd.grad(self(x).square().sum(), x, create_graph=True)
+        return super().loss(batch) + gradient.square().mean()
 
 
 class Short(Adapters):
@@ -163,11 +179,19 @@ def ended_units():
         yield seen
 
 
-def trains_like_ddp(kind, modes, reduce, num_micro_batches):
+JOINED = (("backbone.0", "backbone.2"), ("layers.0.frozen", "layers.1.frozen"))
+"""Modules of units, where some have several."""
+
+
+def trains_like_ddp(kind, modes, reduce, num_micro_batches, joined=(), recomputed=()):
     """Difference from DDP, gathers of each resident unit, with validation in between, and which kinds backward ends."""
     options = {"accumulate_grad_batches": num_micro_batches, "limit_val_batches": 2, "val_check_interval": 2}
     options["max_steps"] = 4
-    plan, frozen = planned(kind, modes, reduce=reduce, num_micro_batches=num_micro_batches)
+    plan, frozen = planned(Adapters, modes, reduce=reduce, num_micro_batches=num_micro_batches)
+    for modules in joined:
+        plan, frozen = with_unit(plan, modules), [name for name in frozen if name not in modules[1:]]
+    blocks = tuple(Block(name=name, treatment=Treatment(saves="recompute")) for name in recomputed)
+    plan = dataclasses.replace(plan, blocks=blocks)
     module = made(kind)
     with Gathers() as gathers, ended_units() as ended:
         _, found = ran(module, plan, **options)
@@ -178,22 +202,42 @@ def trains_like_ddp(kind, modes, reduce, num_micro_batches):
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "modes", "reduce", "num_micro_batches"),
+    ("number", "kind", "modes", "reduce", "num_micro_batches", "joined", "recomputed"),
     [
-        slow(2, Adapters, "mixed", "every", 1),
-        (2, AllGiven, "zdp", "every", 3),
-        (2, Adapters, "dp", "last", 3),
-        slow(4, Adapters, "mixed", "every", 2),
+        slow(2, Adapters, "mixed", "every", 1, (), ()),
+        (2, AllGiven, "zdp", "every", 3, (), ()),
+        (2, Adapters, "dp", "last", 3, JOINED, ()),
+        (2, Adapters, "mixed", "every", 2, JOINED[:1], ("layers.0", "layers.1")),
+        (2, Penalised, "mixed", "every", 1, JOINED, ()),
+        slow(4, Adapters, "mixed", "every", 2, JOINED, ()),
     ],
 )
 def test_what_is_frozen_is_gathered_once_and_training_is_that_of_ddp(
-    ranks, number, kind, modes, reduce, num_micro_batches
+    ranks, number, kind, modes, reduce, num_micro_batches, joined, recomputed
 ):
     arguments = {"kind": kind, "modes": modes, "reduce": reduce, "num_micro_batches": num_micro_batches}
+    arguments |= {"joined": joined, "recomputed": recomputed}
     for apart, gathered, num_frozen, ended in ranks(number).run(trains_like_ddp, **arguments):
         assert apart < 1e-12
-        assert (gathered, num_frozen > 3) == ([1] * num_frozen, True)
+        assert (gathered, num_frozen >= 3) == ([1] * num_frozen, True)
         assert ended == ({False}, True)
+
+
+def enters_units():
+    """How often torch enters units of a fit: at modules of frozen ones, and at each module of the others."""
+    plan, frozen = planned()
+    for modules in JOINED:
+        plan = with_unit(plan, modules)
+    module = made()
+    with entries() as entered:
+        ran(module, plan)
+    entered = {name: entered[each] for name, each in module.named_modules() if name and each in entered}
+    return sum(entered.get(name, 0) for name in frozen), [entered[name] for name in entered if name not in frozen]
+
+
+def test_torch_enters_a_frozen_unit_to_gather_it_and_no_more(ranks):
+    for of_frozen, of_trained in ranks(2).run(enters_units):
+        assert (of_frozen, set(of_trained), len(of_trained) > 4) == (1, {STEPS}, True)
 
 
 def finetunes_like_others():
@@ -364,6 +408,9 @@ class Writing(L.Callback):
     def on_validation_start(self, *_):
         """Hook where validation starts."""
 
+    def on_before_backward(self, *_):
+        """Hook between forward and backward."""
+
 
 def writes_like_ddp(cases):
     """Returns, by what is written and when, the difference from DDP, and how often units are gathered."""
@@ -383,7 +430,11 @@ HOOKS = ["on_train_batch_start", "on_before_optimizer_step", "on_validation_star
 
 
 @pytest.mark.parametrize(
-    "cases", [[*zip(WRITES, itertools.cycle(HOOKS), strict=False)], slow([*itertools.product(WRITES, HOOKS)])]
+    "cases",
+    [
+        [*zip(WRITES, itertools.cycle(HOOKS), strict=False), ("data", "on_before_backward")],
+        slow([*itertools.product(WRITES, HOOKS)]),
+    ],
 )
 def test_what_is_written_to_frozen_weights_counts_from_then_on(ranks, cases):
     for told in ranks(2).run(writes_like_ddp, cases=cases):

@@ -1,0 +1,155 @@
+"""Calls of the modules of units: torch's hooks around them, where these have something to do.
+
+Torch runs its hooks at each module of a unit, and wraps them anew at each call, so that dynamo leaves them alone. Most
+find nothing to do: the others have entered the unit, or its weights are resident. What they would do beside casting is
+to note that the unit is in use, have backward end the unit where it comes to the unit's inputs, and gather the next
+unit ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
+
+from lightning_osdp.apply.internals import access, resident, sharding
+
+
+def shorten(modules: Sequence[nn.Module], residence: resident.Residence, policy: MixedPrecisionPolicy) -> None:
+    """Puts hooks around those that torch has registered at the modules of a unit, in their places.
+
+    Args:
+        modules: all of a unit but the root, in forward order.
+        residence: knows which units are resident.
+        policy: of the unit. Where it casts inputs or outputs, torch's hooks have that to do at each call.
+
+    Raises:
+        ConfigurationError: torch has not registered a hook before and one after the calls of each module.
+    """
+    casts = policy.output_dtype is not None or (policy.cast_forward_inputs and policy.param_dtype is not None)
+    state = access.state_of(modules[0])
+    registered = (state._pre_forward_hook_handle, state._post_forward_hook_handle)
+    # a unit of several modules has one handle with those of all hooks
+    handles = {id(each): each for handle in registered for each in getattr(handle, "handles", (handle,))}
+    places = {id(handle.hooks_dict_ref()): (handle.hooks_dict_ref(), handle.id) for handle in handles.values()}
+    found = all(id(hooks) in places for each in modules for hooks in (each._forward_pre_hooks, each._forward_hooks))
+    access.refuse([] if found else ["hooks before and after each call of a module of a unit"])
+    for module in modules:
+        (before, first), (after, last) = places[id(module._forward_pre_hooks)], places[id(module._forward_hooks)]
+        call = _Call(module, modules, residence, before[first], after[last], casts=casts)
+        before[first], after[last] = call.begin, call.end
+
+
+class _Call:
+    """Hooks before and after each call of one module of a unit; ``enter`` and ``leave`` are torch's own."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        modules: Sequence[nn.Module],
+        residence: resident.Residence,
+        enter: Callable[..., Any],
+        leave: Callable[..., Any],
+        *,
+        casts: bool,
+    ) -> None:
+        self._enter, self._leave = enter, leave
+        self._handle: Any = modules[0]
+        self._is_first, self._is_last = module is modules[0], module is modules[-1]
+        self._state, self._group = access.state_of(self._handle), access.group_of(self._handle)
+        self._residence = residence
+        self._may_pass = self._group is not None and not casts
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Enters the unit, unless it is there."""
+        if self._may_pass and self._is_there():
+            return None
+        return self._enter(module, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Leaves the unit with its last module. Backward gathers it at outputs of all modules.
+
+        Torch has it gathered at the output of the last module, which the loss may not depend on, and where it has
+        entered the unit.
+        """
+        output = without_views(output)
+        passes = self._may_pass and self._passes(module)
+        if not passes:
+            output = self._leave(module, args, output)
+        if self._group is not None and (passes or not self._is_last):
+            for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._gather)
+        return output
+
+    @property
+    def _is_in_forward(self) -> bool:
+        """True where torch has entered the unit, and not left it yet."""
+        return bool(self._group._training_state == TrainingState.FORWARD)
+
+    def _is_there(self) -> bool:
+        """Tells if a call finds its unit, shown if it is kept, and torch has nothing to note or to gather ahead."""
+        if self._is_in_forward:
+            return bool(self._group.is_unsharded)
+        step = self._state._state_ctx
+        is_within = step.post_backward_final_callback_queued or getattr(step, "iter_forward_root", None) is not None
+        if not (is_within and self._residence.shows(self._group)):
+            return False
+        ahead = self._state._states_to_forward_prefetch if self._is_first else ()
+        groups = (group for state in ahead for group in state._fsdp_param_groups)
+        return all(group.is_unsharded or group._all_gather_result is not None for group in groups)
+
+    def _passes(self, module: nn.Module) -> bool:
+        """Tells if torch need not be told that a module of the unit has returned."""
+        if not self._is_in_forward:
+            return self._residence.keeps(self._group)
+        left: set[nn.Module] = getattr(self._state, "_modules_to_run_forward", set())
+        if len(left) < 2 or module not in left:
+            return False
+        left.remove(module)
+        return True
+
+    def _gather(self, _: Tensor) -> None:
+        if self._group.is_unsharded or self._residence.shows(self._group):
+            return
+        # The hook outlives its unit where the module is sharded anew.
+        if isinstance(self._handle, FSDPModule) and access.state_of(self._handle) is self._state:
+            self._handle.unshard()
+
+
+def without_views(output: Any) -> Any:
+    """Replaces views in an output by tensors of the same memory that are no views.
+
+    An operation in place on a view removes the hook by which backward finds the unit.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    return _no_view(output) if isinstance(output, Tensor) else tree_map_only(Tensor, _no_view, output)
+
+
+def _no_view(tensor: Tensor) -> Tensor:
+    is_view = tensor.requires_grad and tensor._base is not None
+    return _Alias.apply(tensor) if is_view else tensor  # type: ignore[no-untyped-call]
+
+
+@sharding.typed_as_local
+class _Alias(torch.autograd.Function):
+    """Tensor with the values and the memory of another one."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
