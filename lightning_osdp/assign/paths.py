@@ -146,8 +146,7 @@ class Paths:
                 passed_s += most_backward_s.get(of, 0.0)
             elif kind == "flatten":
                 self._flattened[of] = len(reduces_s)
-                overhead_s = self._setting.costs.unit_s(self._setting.units[of], ZDP, "overhead")
-                passed_s += overhead_s / self._num_micro_batches
+                passed_s += self._most_overhead_s(of)
             is_frozen = kind == "flatten" and not self._setting.units[of].gradient_bytes
             if kind == "reduce" or (is_frozen and self._gathers_wait):
                 before_s.append(computed_s)
@@ -264,8 +263,7 @@ class Paths:
             elif kind == "backward":
                 beside_s[reduced] += self._clock.durations.backward_s[of] + more_s.get(of, 0.0)
             elif kind == "flatten":
-                overhead_s = self._setting.costs.unit_s(self._setting.units[of], ZDP, "overhead")
-                beside_s[reduced] += overhead_s / self._num_micro_batches
+                beside_s[reduced] += self._most_overhead_s(of)
         return beside_s
 
     @property
@@ -295,6 +293,11 @@ class Paths:
             self._num_micro_batches * constant_s + own_s
             for constant_s, own_s in zip(self._constants_s, accumulate(more_s), strict=False)
         ]
+
+    def _most_overhead_s(self, unit: int) -> float:
+        """Seconds of a micro-batch that the runtime takes for a unit at most."""
+        profile, modes = self._setting.units[unit], {ZDP, *self._options[unit]}
+        return max(self._setting.costs.unit_s(profile, mode, "overhead") for mode in modes) / self._num_micro_batches
 
     def _own_s(self, unit: int, mode: Treatment) -> float:
         """Seconds of a step, before the unit's gradients are reduced, that depend on its mode alone."""

@@ -127,7 +127,8 @@ class Setting(Step):
         """Setting with operators split, where none is so far: each slice is a unit."""
 
         def make() -> Iterator[Setting]:
-            yield self._with(split_operators(self.profile, num_slices), num_slices=dict(num_slices))
+            profile = split_operators(self.profile, num_slices, slice_s=self.cluster.slice_s)
+            yield self._with(profile, num_slices=dict(num_slices))
 
         return self.variants.once(self, tuple(num_slices.items()), make)[0]
 

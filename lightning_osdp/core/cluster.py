@@ -82,9 +82,10 @@ class Links:
         )
 
 
-UNIT_PARTS = ("gather", "flatten", "reduce", "accumulate")
+UNIT_PARTS = ("gather", "flatten", "reduce", "accumulate", "stay")
 """Work of the runtime for a unit beside collectives: for each all-gather (views, allocating and freeing); in each
-micro-batch (hooks, one tensor of all gradients); for each reduce-scatter; for each reduce-scatter that is left out."""
+micro-batch (hooks, one tensor of all gradients); for each reduce-scatter; for each reduce-scatter that is left out; in
+each micro-batch, in place of all that, where the unit is resident (showing its weights, and its shards again)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +134,11 @@ class Cluster(Stored):
     reduce_scatter: Link
     unit_overhead: Mapping[str, UnitOverhead] = field(default_factory=dict)
     """Overhead of each of `UNIT_PARTS`; empty where overhead was not measured."""
+    call_s: float = 0.0
+    """Seconds, in forward and backward, of hooks around a call of a module that finds its unit there; 0 where that was
+    not measured."""
+    slice_s: float = 0.0
+    """Seconds, likewise, of each slice of an operator after the first beside what the operator computes."""
     backend: str = ""
     """Name of the process group's backend, for reports."""
     overlaps: bool = False

@@ -48,10 +48,15 @@ def slice_names(operator: str, num_slices: int) -> tuple[str, ...]:
     return tuple(f"{operator}.slices.{index}" for index in range(num_slices))
 
 
-def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> ModelProfile:
+def split_operators(profile: ModelProfile, num_slices: Mapping[str, int], *, slice_s: float = 0.0) -> ModelProfile:
     """Profile with these operators split: each slice is an operator, and a unit of its own in any partition.
 
     Activations of blocks are chosen before: the result has no blocks.
+
+    Args:
+        profile: of the whole operators.
+        num_slices: operator -> its number of slices.
+        slice_s: seconds of each slice after the first, as in `Cluster.slice_s`.
 
     Raises:
         ConfigurationError: an operator cannot be split, or not into so many slices.
@@ -70,7 +75,8 @@ def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> Mod
     for segment in profile.segments:
         first = len(segments)
         number = chosen.get(segment.operator, 1)
-        segments += _segments(segment, _cut(by_name[segment.operator]), number, handed) if number > 1 else [segment]
+        cut = _cut(by_name[segment.operator]) if number > 1 else None
+        segments += [segment] if cut is None else _segments(segment, cut, number, handed, slice_s)
         places.append((first, len(segments) - 1))
         handed = segment.handed_bytes
     spans = {
@@ -144,7 +150,7 @@ def _parameters(operator: OperatorProfile, cut: Cut, size: int, *, is_last: bool
             yield parameter
 
 
-def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine) -> Iterator[Segment]:
+def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine, slice_s: float) -> Iterator[Segment]:
     """Segments of the slices; work between the operator and the next one stays in the last slice's segment.
 
     ``handed`` are bytes alive when the operator is called, beside saved ones; x is among them where no segment saves x.
@@ -161,7 +167,8 @@ def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine) -> It
         share = size / cut.num_features
         part = gradient * share
         products = y + y if index else y
-        timed = {"forward_s": segment.forward_s * share, "backward_s": segment.backward_s * share}
+        more_s = Affine(slice_s / 2 if index else 0.0)
+        timed = {"forward_s": segment.forward_s * share + more_s, "backward_s": segment.backward_s * share + more_s}
         if index == num_slices - 1:
             yield replace(
                 segment,

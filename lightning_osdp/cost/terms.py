@@ -148,9 +148,10 @@ def overhead_s(
 ) -> float:
     """Hooks, views and copies beside collectives and operators, as measured on the cluster; none where it was not.
 
-    With G all-gathers and R reduce-scatters in K micro-batches:
+    With G all-gathers and R reduce-scatters in K micro-batches, and C calls of the unit's modules in each:
 
-        t = G gather + K flatten + R reduce + (K - R) accumulate
+        t = G gather + K (flatten + (C - 1) call) + R reduce + (K - R) accumulate
+        t = K (stay + C call)    where it is resident
 
     The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
     """
@@ -164,6 +165,7 @@ def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
 
     All parameters are gathered; all else is done with gradients, of which what is frozen has none. For a unit that is
     frozen as a whole, hooks alone run in backward: there is nothing to reduce, nor to leave for the next micro-batch.
+    Hooks around the first call of a unit's modules are in the part of flattening, and those of further calls beside it.
 
     References:
         torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``post_backward``).
@@ -171,11 +173,16 @@ def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
     overhead = cluster.unit_overhead.get(part)
     if overhead is None or not unit.operators or cluster.world_size == 1:
         return 0.0
+    calls_s = cluster.call_s * max(len(unit.modules), len(unit.calls))
+    if part == "stay":
+        return overhead.seconds(0, max(1, len(unit.parameters))) + calls_s
     if part == "gather":
         return overhead.seconds(unit.gathered_bytes, max(1, len(unit.parameters)))
+    again_s = calls_s - cluster.call_s if part == "flatten" and not unit.is_root else 0.0
     if not unit.gradient_bytes:
-        return overhead.fixed_s if part == "flatten" else 0.0
-    return overhead.seconds(unit.gradient_bytes, max(1, sum(each.is_trainable for each in unit.parameters)))
+        return overhead.fixed_s + again_s if part == "flatten" else 0.0
+    num_trained = max(1, sum(each.is_trainable for each in unit.parameters))
+    return overhead.seconds(unit.gradient_bytes, num_trained) + again_s
 
 
 def activations_s(

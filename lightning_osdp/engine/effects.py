@@ -131,7 +131,9 @@ def _overheads(
     effects: Effects, num_calls: int, num_reached: int, has_gradients: bool, num_micro_batches: int
 ) -> Mapping[str, int]:
     counts = _counts(effects, num_calls, num_reached, has_gradients, num_micro_batches)
-    found = dict.fromkeys(UNIT_PARTS, 0) | {"flatten": 0 if effects.exchanges else num_micro_batches}
+    found = dict.fromkeys(UNIT_PARTS, 0)
+    if not effects.exchanges:
+        found["stay" if effects.is_resident else "flatten"] = num_micro_batches
     for kind, part in OVERHEAD.items():
         found[part] += counts[kind]
     return found

@@ -18,6 +18,7 @@ Kind = Literal[
     "rerun",
     "backward",
     "flatten",
+    "stay",
     "accumulate",
     "reduce",
     "reduce_in_node",
@@ -33,7 +34,8 @@ Kind = Literal[
 of which forward has left a shard there. ``await``: what follows needs the unsharded unit. ``linger``: a forward that is
 run again has awaited it. ``retain``: forward leaves a shard of a unit in each node, then frees it. ``zero``: Lightning
 drops the gradients of the step before, between the first forward and its backward. ``rerun``: forward again, in
-backward. ``flatten``: a unit's gradients are complete, before it is freed. ``reduce``: they are reduced and scattered.
+backward. ``flatten``: a unit's gradients are complete, before it is freed. ``stay``: backward is through
+with a resident unit, which has none. ``reduce``: gradients are reduced and scattered.
 ``reduce_in_node``: so they are in each node, and then each rank's are reduced between nodes, ``all_reduce``.
 ``scatter_in_node``: the same without that, which the last micro-batch does for all. ``accumulate``: they are left whole
 for the next micro-batch. ``release``: what a segment had saved is gone. ``exchange_inputs``, ``exchange_outputs``:
@@ -93,6 +95,7 @@ OVERHEAD: Mapping[Kind, str] = {
     "gather": "gather",
     "gather_in_node": "gather",
     "flatten": "flatten",
+    "stay": "stay",
     "reduce": "reduce",
     "reduce_in_node": "reduce",
     "scatter_in_node": "reduce",

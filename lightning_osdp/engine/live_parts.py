@@ -333,6 +333,9 @@ class LiveParts:
         if unit in self.accumulated and not self._adds_in_place(unit):
             self._add("unsharded gradients", -self.sizes[unit].gradients)
 
+    def _stay(self, _: int) -> None:
+        """Frees nothing: a resident unit has no gradients."""
+
     def _accumulate(self, unit: int) -> None:
         size = self.sizes[unit]
         if unit not in self.accumulated:

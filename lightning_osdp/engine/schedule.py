@@ -417,9 +417,11 @@ class Host:
 
     def reduce(self, unit: int) -> None:
         """Ends backward of a unit, whose gradients are then reduced or kept, or those of its inputs exchanged."""
-        self.note("exchange_input_gradients" if self.effects[unit].exchanges else "flatten", unit)
+        effects = self.effects[unit]
+        through: Kind = "stay" if effects.is_resident else "flatten"
+        self.note("exchange_input_gradients" if effects.exchanges else through, unit)
         self.leave(unit)
-        for kind in self.effects[unit].reductions[self.is_last] if self.units[unit].gradient_bytes else ():
+        for kind in effects.reductions[self.is_last] if self.units[unit].gradient_bytes else ():
             self.note(kind, unit)
 
 

@@ -34,7 +34,12 @@ _COLLECTIVES = {
     "exchange_output_gradients": "exchange of gradients of outputs",
     "exchange_input_gradients": "exchange of gradients of inputs",
 }
-_OVERHEAD = {"flatten": "gradients complete", "reduce": "before reduce-scatter", "accumulate": "accumulate gradients"}
+_OVERHEAD = {
+    "flatten": "gradients complete",
+    "stay": "resident unit",
+    "reduce": "before reduce-scatter",
+    "accumulate": "accumulate gradients",
+}
 """Work of the runtime for a unit, beside collectives."""
 _MEMORY = "memory (bytes)"
 _US = 1e6

@@ -40,7 +40,8 @@ def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[S
     """
     _check_names(plan, profile)
     profile = with_activations(profile, planned_activations(plan, profile))
-    profile = split_operators(profile, {unit.name: unit.num_slices for unit in plan.units})
+    num_slices = {unit.name: unit.num_slices for unit in plan.units}
+    profile = split_operators(profile, num_slices, slice_s=cluster.slice_s)
     operators: dict[str, tuple[str, ...]] = {}
     modes: dict[str, Treatment] = {}
     for unit in plan.units:

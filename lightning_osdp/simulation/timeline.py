@@ -89,6 +89,7 @@ class Timeline:
             "forward": self._forward,
             "backward": self._backward,
             "flatten": self._flatten,
+            "stay": self._stay,
             "accumulate": self._accumulate,
         }
         of_operation = {"all_gather": self._gather, "reduce_scatter": self._reduce, "all_reduce": self._all_reduce}
@@ -137,6 +138,9 @@ class Timeline:
     def _flatten(self, event: Event, micro_batch: int) -> None:
         of = event[1]
         self._compute(event, micro_batch, self._due_s.pop(of, 0.0) + self.durations.overhead_s["flatten"][of])
+
+    def _stay(self, event: Event, micro_batch: int) -> None:
+        self._compute(event, micro_batch, self.durations.overhead_s["stay"][event[1]])
 
     def _accumulate(self, event: Event, micro_batch: int) -> None:
         self._compute(event, micro_batch, self.durations.overhead_s["accumulate"][event[1]])

@@ -77,6 +77,14 @@ def test_a_slice_is_an_operator_with_calls_of_its_own(profile):
     assert [unit.name for unit in units] == ["", "a.slices.0", "a.slices.1", "a.slices.2"]
 
 
+def test_slices_after_the_first_take_the_host_time_at_each_call(profile):
+    without, found = (split_operators(profile, {"a": 3}, slice_s=each_s) for each_s in (0.0, 0.5))
+    for name in ("forward_s", "backward_s"):
+        pairs = zip(found.segments, without.segments, strict=True)
+        more_s = [(getattr(each, name) - getattr(before, name)).at(2) for each, before in pairs]
+        assert more_s == pytest.approx([0.0, 0.25, 0.25, 0.0, 0.0, 0.0, 0.25, 0.25, 0.0])
+
+
 @pytest.mark.parametrize(("cuts_rows", "rows"), [(False, [(6,), (6,), (6, 6)]), (True, [(4,), (3,), (3, 6)])])
 def test_rows_are_cut_where_they_are_the_features(profile, cuts_rows, rows):
     first, *others = profile.operators

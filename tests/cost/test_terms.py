@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.axes import ALL_MODES, DP, MODES, ZDP
+from lightning_osdp.core.axes import ALL_MODES, DP, MODES, RESIDENT, ZDP
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, OptimizerProfile, ParameterProfile
@@ -303,7 +303,21 @@ def test_what_is_frozen_is_gathered_but_has_no_gradients(num_frozen, num_trained
     found_s = {part: overhead_part_s(unit, part, cluster) for part in UNIT_PARTS}
     # hooks run in any case
     expected_s = {"gather": gather_s, "flatten": gradients_s or 1.0, "reduce": gradients_s, "accumulate": gradients_s}
+    expected_s["stay"] = 1.0 + 0.1 * (num_frozen + num_trained)
     assert found_s == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_a_resident_unit_takes_the_host_its_calls_and_others_those_after_the_first(num_micro_batches):
+    unit = replace(of_one_operator(parameter(250_000, is_trainable=False)), modules=("a", "b", "c"))
+    workload = Workload(micro_batch_size=1, num_micro_batches=num_micro_batches)
+    cluster = replace(CLUSTER, call_s=100.0)
+    found_s = {mode: overhead_s(unit, mode, cluster=cluster, workload=workload) for mode in (RESIDENT, ZDP)}
+    assert found_s[RESIDENT] == pytest.approx(num_micro_batches * (MEASURED["stay"].fixed_s + 300))
+    each_s = EACH_S["gather"] + MEASURED["flatten"].fixed_s + 200  # backward does not come to it
+    assert found_s[ZDP] == pytest.approx(num_micro_batches * each_s)
+    root, again = (replace(unit, name="", modules=(), calls=unit.calls * number) for number in (1, 3))
+    assert overhead_part_s(root, "flatten", cluster) == overhead_part_s(again, "flatten", cluster)
 
 
 @pytest.mark.parametrize("mode", [ZDP, DP])

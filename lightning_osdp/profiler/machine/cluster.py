@@ -17,7 +17,7 @@ from lightning_osdp.core.cluster import Cluster, Contention, Link, Links
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes, library_workspace_bytes
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_s, fastest_together_s, synchronize
-from lightning_osdp.profiler.machine.unit_overhead import measure_unit_overhead
+from lightning_osdp.profiler.machine.unit_overhead import measure_call_s, measure_slice_s, measure_unit_overhead
 from lightning_osdp.reduce_scatter import is_by_gloo, scatter
 
 _SIZES_BYTES = tuple(4**exponent for exponent in range(7, 15))
@@ -110,6 +110,7 @@ def _measure_ranks(device: torch.device, node_size: int | None, groups: ExitStac
         node_size=node_size,
         agreement=_measure_agreement(hosts) if hosts is not None or device.type == "cpu" else None,
     )
+    cluster = dataclasses.replace(cluster, call_s=measure_call_s(cluster, device), slice_s=measure_slice_s(device))
     cluster = dataclasses.replace(cluster, unit_overhead=measure_unit_overhead(cluster, device))
     if node_size is None or not cluster.has_nodes:
         return cluster

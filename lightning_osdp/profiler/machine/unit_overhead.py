@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
+from lightning_osdp.core.cluster import Cluster, UnitOverhead
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
 from lightning_osdp.reduce_scatter import ReduceScatter, is_by_gloo
+from lightning_osdp.splitting import split
 
 _SMALL, _MEDIUM, _LARGE = 64, 512, 1024
 """Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""
@@ -23,6 +24,15 @@ _FEW, _MANY = 1, 6
 """Units of a chain."""
 _ONE, _SEVERAL = 1, 6
 """Parameters of a unit."""
+_CALLS = 24
+"""Modules of a chain by which calls are measured."""
+_SLICES = 8
+"""Slices of a layer by which slices are measured."""
+_REPEATS = 4 * REPEATS_TOGETHER
+"""Runs of these chains, which are short."""
+_UNIT_CALLS, _TENSOR_CALLS = 3.0, 1.0
+"""Host time that a resident unit takes in a micro-batch for itself, and for each of its parameters, as a multiple of
+that of hooks around a call: it shows whole weights and then shards. [Empirical: Python on one core of an AMD EPYC.]"""
 _COLLECTIVES = (REPEATS_TOGETHER + 1) * (_FEW + _MANY) * 3
 """Collectives that are timed for each kind of unit: all-gathers of forward alone, all-gathers and reduce-scatters of
 forward and backward."""
@@ -40,18 +50,21 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str
 
     On CPU, where collectives run beside computing, a step does not wait for peers each time, as these chains do. The
     overhead is then the seconds for which the thread has a core, times what computing of all ranks takes over its own.
+
+    What a resident unit takes is not measured, but stated in calls.
     """
     kinds = (_SMALL, _ONE), (_large_width(cluster), _ONE), (_SMALL, _SEVERAL)
     measured = [(_num_bytes(*kind), _measured_s(*kind, cluster, device)) for kind in kinds]
     gc.collect()  # states of fully_shard are in cycles with their modules: without this the chains would stay alive
+    resident = UnitOverhead(fixed_s=_UNIT_CALLS * cluster.call_s, seconds_per_tensor=_TENSOR_CALLS * cluster.call_s)
     return {
         part: fitted(*((num_bytes, seconds[part]) for num_bytes, seconds in measured), num_tensors=_SEVERAL)
-        for part in UNIT_PARTS
-    }
+        for part in measured[0][1]
+    } | {"stay": resident}
 
 
 def parts_s(gather_s: float, dp_s: float, held_s: float) -> dict[str, float]:
-    """Seconds of `UNIT_PARTS` from measurements of one micro-batch, none below 0.
+    """Seconds of `UNIT_PARTS`, but of what stays, from measurements of one micro-batch, none below 0.
 
     A micro-batch without collectives takes no longer than one with them: a measurement that says otherwise is noise.
 
@@ -108,7 +121,7 @@ def _large_width(cluster: Cluster) -> int:
 
 
 def _measured_s(width: int, num_tensors: int, cluster: Cluster, device: torch.device) -> dict[str, float]:
-    """Seconds of each of `UNIT_PARTS` for a unit of so many square parameters."""
+    """Seconds of each of `parts_s` for a unit of so many square parameters."""
     num_bytes = _num_bytes(width, num_tensors)
     is_hidden = cluster.overlaps and device.type == "cpu"
     gather_s = 0.0 if is_hidden else cluster.all_gather.ring_s(num_bytes, cluster.world_size)
@@ -126,8 +139,8 @@ def _chain_s(
     timed = partial(fastest_together_s, device=device, is_busy_only=is_hidden)
     plain = nn.Sequential(*(make() for _ in range(num_units)))
     batch = torch.ones(1, next(plain.parameters()).shape[1], device=device)
-    forward_s, step_s = timed(partial(_forward, plain, batch)), timed(partial(_step, plain, batch))
-    slowdown = max(1.0, fastest_together_s(partial(_step, plain, batch), device) / step_s) if is_hidden else 1.0
+    forward_s = timed(partial(_forward, plain, batch))
+    step_s, slowdown = _plain_s(plain, batch, device, is_hidden=is_hidden)
     zdp = _sharded([make() for _ in range(num_units)], device, keeps=False)
     gathered_s = timed(partial(_forward, zdp, batch))
     dp = _sharded([make() for _ in range(num_units)], device, keeps=True)
@@ -139,6 +152,57 @@ def _chain_s(
     held_s = timed(partial(_step, dp, batch, accumulates=True))
     added = {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
     return {name: slowdown * seconds for name, seconds in added.items()}
+
+
+def _plain_s(
+    plain: nn.Module, batch: Tensor, device: torch.device, *, is_hidden: bool, repeats: int = REPEATS_TOGETHER
+) -> tuple[float, float]:
+    """Seconds of a step that is not sharded, and by which factor waiting for a core lengthens what is hidden."""
+    step = partial(_step, plain, batch)
+    step_s = fastest_together_s(step, device, repeats=repeats, is_busy_only=is_hidden)
+    return step_s, max(1.0, fastest_together_s(step, device, repeats=repeats) / step_s) if is_hidden else 1.0
+
+
+def measure_call_s(cluster: Cluster, device: torch.device) -> float:
+    """Seconds that hooks which find nothing to do add to a call of a module, in forward and backward.
+
+    Call it on all ranks; all get those of the slowest.
+    """
+    is_hidden = cluster.overlaps and device.type == "cpu"
+    plain, hooked = (_unit(_SMALL, _CALLS, device) for _ in range(2))
+    for module in hooked.children():
+        module.register_forward_pre_hook(_enter, with_kwargs=True)
+        module.register_forward_hook(_leave)
+    batch = torch.ones(1, _SMALL, device=device)
+    step_s, slowdown = _plain_s(plain, batch, device, is_hidden=is_hidden, repeats=_REPEATS)
+    hooked_s = fastest_together_s(partial(_step, hooked, batch), device, repeats=_REPEATS, is_busy_only=is_hidden)
+    return slowdown * max(0.0, hooked_s - step_s) / _CALLS
+
+
+def measure_slice_s(device: torch.device) -> float:
+    """Seconds of each further slice of an operator, in forward and backward, beside what the operator computes.
+
+    Call it on all ranks; all get those of the slowest.
+    """
+    whole, sliced = (_unit(_SMALL, _SEVERAL, device) for _ in range(2))
+    for layer in sliced.children():
+        split(layer, _SLICES)
+    batch = torch.ones(1, _SMALL, device=device)
+    whole_s, sliced_s = (
+        fastest_together_s(partial(_step, chain, batch), device, repeats=_REPEATS) for chain in (whole, sliced)
+    )
+    return max(0.0, sliced_s - whole_s) / (_SEVERAL * (_SLICES - 1))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as the hooks of units are
+def _enter(*_: object) -> None:
+    """Stands in for the hook before a call."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _leave(_: nn.Module, __: Any, output: Tensor) -> None:
+    """Stands in for the hook after a call, which has one more run where backward comes to the output."""
+    output.register_hook(_enter)
 
 
 def _unit(width: int, num_tensors: int, device: torch.device) -> nn.Module:

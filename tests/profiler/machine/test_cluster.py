@@ -66,6 +66,8 @@ def test_agreements_are_timed_where_there_is_a_group_for_tensors_of_the_cpu(monk
     monkeypatch.setattr(cluster, "_measure_overlap", lambda *_: (False, (), Contention()))
     monkeypatch.setattr(cluster, "_copies_in_reduce_scatter", lambda _: False)
     monkeypatch.setattr(cluster, "measure_unit_overhead", lambda *_: {})
+    monkeypatch.setattr(cluster, "measure_call_s", lambda *_: 0.0)
+    monkeypatch.setattr(cluster, "measure_slice_s", lambda _: 0.0)
     with fake_group(2):
         hosts = dist.group.WORLD if has_hosts else None
         found = cluster._measure_ranks(torch.device(kind), None, ExitStack(), hosts)

@@ -1,5 +1,6 @@
 """Overhead of the runtime for a unit: parts of what was measured, and the collectives that were in it."""
 
+import dataclasses
 from collections import Counter
 from functools import partial
 
@@ -35,9 +36,46 @@ NOISY = st.floats(-1.0, 10.0)
 @given(NOISY, NOISY, NOISY)
 def test_no_part_is_negative_and_a_micro_batch_takes_what_was_measured(gather_s, dp_s, held_s):
     found = parts_s(gather_s, dp_s, held_s)
-    assert set(found) == set(UNIT_PARTS)
+    assert {*found, "stay"} == set(UNIT_PARTS)
     assert min(found.values()) >= 0
     assert found["gather"] + found["flatten"] + found["reduce"] == pytest.approx(max(0, gather_s, dp_s))
+
+
+def test_calls_are_those_of_modules_with_hooks(monkeypatch):
+    called, hooked = [], []
+
+    def timed(run, device, *, repeats, is_busy_only=False):
+        called.append(is_busy_only)
+        before = len(hooked)
+        run()
+        return 5.0 if len(hooked) > before else 2.0 if is_busy_only else 6.0
+
+    monkeypatch.setattr(unit_overhead, "fastest_together_s", timed)
+    monkeypatch.setattr(unit_overhead, "_enter", lambda *_: hooked.append(True))
+    link = Link(latency_s=0.0, seconds_per_byte=0.0)
+    cluster = Cluster(world_size=2, all_gather=link, reduce_scatter=link)
+    assert unit_overhead.measure_call_s(cluster, CPU) == 0.0  # noise: with hooks it took less
+    found = unit_overhead.measure_call_s(dataclasses.replace(cluster, overlaps=True), CPU)
+    assert found == pytest.approx(3 * (5.0 - 2.0) / unit_overhead._CALLS)
+    assert called == [False, False, True, False, True]
+    assert len(hooked) == 2 * 2 * unit_overhead._CALLS
+
+
+def test_what_a_slice_takes_is_what_slices_after_the_first_add(monkeypatch):
+    timed = []
+
+    def seconds(run, device, *, repeats):
+        run()
+        modules = [type(module).__name__ for module in run.args[0].modules()]
+        timed.append(Counter(modules)["Linear"])
+        return float(timed[-1])
+
+    monkeypatch.setattr(unit_overhead, "fastest_together_s", seconds)
+    assert unit_overhead.measure_slice_s(CPU) == pytest.approx(1.0)
+    assert timed == [6, 48]
+    noise = iter([2.0, 1.0])
+    monkeypatch.setattr(unit_overhead, "fastest_together_s", lambda *_, **__: next(noise))
+    assert unit_overhead.measure_slice_s(CPU) == 0.0
 
 
 @pytest.mark.parametrize(("seconds_per_byte", "width"), [(0.0, 1024), (2e-8, 512), (1.0, 512)])
