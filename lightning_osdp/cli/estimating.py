@@ -24,7 +24,7 @@ from lightning_osdp.machines import Machine
 
 _FILES = (PLAN_FILENAME, PROFILE_FILENAME, CLUSTER_FILENAME)
 _ASSUMED = (
-    "Not measured: rates are the data sheet's times what programs are assumed to reach, operations are"
+    "Unvalidated on CUDA: rates are the data sheet's times what programs are assumed to reach, operations are"
     " those that torch runs on CPU, and computing and communication slow each other down by a published factor. A short"
     " run on the machine tells more."
 )

@@ -80,6 +80,7 @@ def explain(
             ways.why(),
             *([] if of_memory is None else [_tell_price(of_memory)]),
             *(f"Advice: {each.sentence}." for each in advice),
+            *(f"Note: {note}." for note in found[0].notes),
             "Each row is a simulated step with its exact peak; all else is as planned.",
         ),
         document={
@@ -87,6 +88,7 @@ def explain(
             "why": ways.why(),
             "price": None if of_memory is None else asdict(of_memory),
             "advice": [asdict(each) for each in advice],
+            "notes": [*found[0].notes],
         },
     )
 
@@ -151,11 +153,14 @@ def simulate_step(
         "memory_limit_bytes": found[0].memory_limit_bytes,
     }
     return Answer(
-        text=table(
-            {"one optimizer step": "left", "predicted": "right"},
-            [(_label(name), _as_text(name, value)) for name, value in predicted.items()],
+        text=lines(
+            table(
+                {"one optimizer step": "left", "predicted": "right"},
+                [(_label(name), _as_text(name, value)) for name, value in predicted.items()],
+            ),
+            *(f"Note: {note}." for note in found[0].notes),
         ),
-        document=predicted,
+        document={**predicted, "notes": [*found[0].notes]},
         fits=estimate.peak.peak_bytes <= found[0].memory_limit_bytes,
     )
 

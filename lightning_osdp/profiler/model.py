@@ -165,14 +165,16 @@ def profile_model(
         batch_bytes=Affine.proportional(batch_size, bytes_of({*tensors_in(batch), *tensors_in(cast_batch)})),
         notes=tuple(
             note
-            for note in (*trace.notes, note_on_compiled(module, exchanges=exchanges), note_on_device(device))
+            for note in (*trace.notes, note_on_compiled(module, exchanges=exchanges), note_on_device(device, rates))
             if note
         ),
     )
 
 
-def note_on_device(device: torch.device) -> str | None:
-    """Note of a plan on numbers from a kind of device on which the profiler was never run."""
+def note_on_device(device: torch.device, rates: DeviceRates | None = None) -> str | None:
+    """Note of a plan on numbers of a kind of device on which the profiler was never run, measured there or stated."""
+    if rates is not None and rates.is_cuda:
+        return "bytes, and seconds by stated rates, are unvalidated on CUDA: nothing was run on a GPU"
     if device.type != "cuda":
         return None
     return (

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import ProfileError, RanksApartError
 from lightning_osdp.profiler import ComputePrecision, TrainingStep, profile_model
 from lightning_osdp.profiler.model import note_on_device
@@ -485,3 +486,7 @@ def test_a_plan_says_that_what_is_measured_on_cuda_is_unvalidated():
     assert "unvalidated on CUDA" in note_on_device(torch.device("cuda", 0))
     assert note_on_device(torch.device("cpu")) is None
     assert profile_model(Net(), BATCH).notes == ()
+    rates = DeviceRates(flops_per_s={"float32": 1e12}, bytes_per_s=1e11)
+    assert profile_model(Net(), BATCH, rates=rates).notes == ()
+    (note,) = profile_model(Net(), BATCH, rates=dataclasses.replace(rates, is_cuda=True)).notes
+    assert "unvalidated on CUDA" in note

@@ -90,7 +90,8 @@ def choose_plan(
     if options.plan is not None:
         plan = _given_plan(module, options)
         check_agrees(plan, options)
-        return Choice(*divide_plan(trainer, plan, options, resumed), given_plan=plan)
+        used, division = divide_plan(trainer, plan, options, resumed)
+        return Choice(with_note(used, trainer.strategy.root_device), division, given_plan=plan)
     if trainer.state.fn == TrainerFn.FITTING:
         return plan_fit(trainer, module, options, resumed)
     if previous is not None and previous.fingerprint == fingerprint(module):
@@ -116,6 +117,13 @@ def choose_manual_plan(
     units = () if choice.plan is None else choice.plan.units  # None where the model is evaluated before a fit
     shared = next((operator for unit in units if not unit.name for operator in unit.operators), None)
     return f"{shared!r} shares parameters with another child" if shared else choice
+
+
+def with_note(plan: Plan, device: torch.device) -> Plan:
+    """Returns the plan with a note that its numbers are unvalidated, where it is used on a GPU."""
+    if device.type != "cuda" or UNVALIDATED in plan.notes:
+        return plan
+    return replace(plan, notes=(*plan.notes, UNVALIDATED))
 
 
 def _given_plan(module: pl.LightningModule, options: Options) -> Plan:
@@ -233,8 +241,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     if request.saved_plan is not None:
         _log_plan_source(plan, why_anew)
     is_raced = resumed is not None and resumed.is_raced and not why_anew
-    if device.type == "cuda":
-        plan = replace(plan, notes=(*plan.notes, UNVALIDATED))
+    plan = with_note(plan, device)
     if plan.micro_batch_size == policy.max_micro_batch_size:
         rank_zero_warn(
             f"OSDP: the micro-batch of {plan.micro_batch_size} is all that a rank has of the training data, so an epoch"

@@ -8,7 +8,9 @@ import torch
 from lightning.pytorch.utilities.compile import from_compiled
 from torch import nn
 
+from benchmarks.testbed.plans import plan_of
 from lightning_osdp.strategy.planning.gpu_notes import warn_of_gpu
+from lightning_osdp.strategy.planning.plan_fit import UNVALIDATED, with_note
 
 CUDA = torch.device("cuda")
 
@@ -62,3 +64,11 @@ def test_algorithms_of_convolutions_that_are_tried_are_told_of(monkeypatch):
     assert told(Model(nn.Linear(2, 2))) == []
     (text,) = told(module)
     assert "(benchmark=True), with workspaces that no plan counts." in text
+
+
+def test_a_plan_that_was_made_elsewhere_says_on_a_gpu_that_it_is_unvalidated():
+    plan = plan_of(Model(nn.Linear(2, 2)), {}, world_size=1, micro_batch_size=1)
+    assert with_note(plan, torch.device("cpu")) is plan
+    noted = with_note(plan, CUDA)
+    assert noted.notes == (UNVALIDATED,)
+    assert with_note(noted, CUDA) is noted
