@@ -8,8 +8,10 @@ import typing
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from matplotlib.figure import Figure
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lightning_osdp
 
@@ -69,13 +71,24 @@ def test_the_manual_lists_every_option():
     assert listed == options
 
 
-MIGRATING = re.findall(r"`(OSDPStrategy\(.*?\))`", (ROOT / "docs/migrating.md").read_text(encoding="utf-8"))
+MIGRATING_PAGE = (ROOT / "docs/migrating.md").read_text(encoding="utf-8")
+MIGRATING = re.findall(r"`(OSDPStrategy\(.*?\))`", MIGRATING_PAGE)
 
 
 @pytest.mark.parametrize("written", sorted({*MIGRATING}))
 def test_what_replaces_another_strategys_settings_is_taken(written):
     known = {"OSDPStrategy": lightning_osdp.OSDPStrategy, "SearchSpace": lightning_osdp.SearchSpace, "Block": nn.Linear}
     assert isinstance(eval(written, known), lightning_osdp.OSDPStrategy)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [FSDPStrategy, FullyShardedDataParallel, ModelParallelStrategy, DeepSpeedStrategy],
+    ids=lambda kind: kind.__name__,
+)
+def test_the_manual_says_what_becomes_of_another_strategys_arguments(kind):
+    arguments = inspect.signature(kind.__init__).parameters.keys() - {"self", "module", "kwargs"}
+    assert {name for name in arguments if not re.search(rf"\b{name}\b", MIGRATING_PAGE)} == set()
 
 
 @pytest.mark.parametrize("name", sorted(lightning_osdp.__all__))
