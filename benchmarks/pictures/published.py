@@ -11,7 +11,18 @@ from benchmarks.measures.section import Row
 from benchmarks.measures.simulated.published import calibrated
 from benchmarks.pictures import save
 
-_COLOURS = {"A": "#0072B2", "B": "#D55E00", "E": "#CC79A7", "F": "#009E73", "G7": "#E69F00", "G3": "#56B4E9"}
+_COLOURS = {
+    "A": "#0072B2",
+    "B": "#D55E00",
+    "E": "#CC79A7",
+    "F": "#009E73",
+    "G7": "#E69F00",
+    "G3": "#56B4E9",
+    "I": "#000000",
+    "L": "#999999",
+    "S": "#994F00",
+    "T": "#40B0A6",
+}
 """Colours of points, by set."""
 
 

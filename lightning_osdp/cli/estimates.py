@@ -20,7 +20,7 @@ from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.machines import Machine
+from lightning_osdp.machines import PUBLISHED_RATES, Machine
 from lightning_osdp.report.sentences import tell_kept, tell_peak
 from lightning_osdp.report.tables import table
 from lightning_osdp.scheduler import BY_HAND, HandMade, PlanMethod, made_by_hand, make_plan
@@ -91,6 +91,11 @@ class Estimate:
         if self.tokens:
             rate = plan.samples_per_s * self.tokens
             yield f"It takes {three_digits(rate)} tokens/s, {three_digits(rate / plan.world_size)} on each GPU."
+            low, high = PUBLISHED_RATES
+            yield (
+                f"Steps that others published took {low:.2f} to {high:.2f} times the tokens/s predicted of them so:"
+                f" that would be {three_digits(rate * low)} to {three_digits(rate * high)}."
+            )
         yield f"Its peak is in {tell_peak(plan)}."
         yield f"CUDA's allocator reserves {format_bytes(step.reserved_bytes)} for that, besides what fragments."
         recomputing = f", {len(plan.blocks)} blocks do not keep what they save for backward" if plan.blocks else ""
@@ -134,7 +139,8 @@ class Estimate:
                 "saving_bytes": self.saving_bytes,
             }
             if self.tokens:
-                document["tokens_per_s"] = plan.samples_per_s * self.tokens
+                rate = plan.samples_per_s * self.tokens
+                document |= {"tokens_per_s": rate, "tokens_per_s_range": [rate * each for each in PUBLISHED_RATES]}
         return document
 
 

@@ -3,16 +3,27 @@
 import json
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from benchmarks import published
+from benchmarks.measures.simulated.allocator import CachingAllocator
+from benchmarks.measures.simulated.models import CompiledLoss
 from benchmarks.measures.simulated.published import (
     Case,
+    alive,
     calibrated,
     cases,
+    measure,
     memory_errors,
+    rates,
     speed_errors,
     targets,
+    wrong_orders,
 )
+from lightning_osdp.engine import Moment
+
+MIB = 2**20
 
 
 def row(predicted_gib, predicted_tokens_per_s, **fields):
@@ -60,9 +71,91 @@ def test_every_row_states_what_was_measured():
         assert isinstance(case, Case)
         assert case.gib or case.tokens_per_s or case.step_s or case.does_not_fit
     names = {case.set for case in cases()}
-    timed = {case.set for case in cases() if case.tokens_per_s}
-    assert timed < names
-    assert all(sum(case.calibrates for case in cases() if case.set == name) == 1 for name in timed)
+    timed = [case.set for case in cases() if case.tokens_per_s]
+    assert {*timed} < names
+    for name in timed:  # one row alone calibrates nothing
+        assert sum(case.calibrates for case in cases() if case.set == name) == (timed.count(name) > 1)
+
+
+def test_rows_in_the_wrong_order_are_found_where_they_can_be_told_apart():
+    pairs = [
+        row(1.0, 900.0, tokens_per_s=1000),
+        row(1.0, 800.0, tokens_per_s=1030),
+        row(1.0, 700.0, tokens_per_s=1010),  # 1% and 2% from the others
+        row(1.0, 950.0, tokens_per_s=500, model="another"),
+    ]
+    assert wrong_orders(pairs) == [(pairs[0], pairs[1])]
+    assert wrong_orders(pairs[2:]) is None
+    assert rates(pairs[:2]) == [1000 / 900, 1030 / 800]
+
+
+def test_gradients_that_are_zeroed_first_are_not_there_in_the_first_forward():
+    def moment(phase, reduced):
+        return Moment(num_bytes=10.0 + reduced, phase=phase, operator="", parts={"reduced gradients": reduced})
+
+    moments = [moment("forward", 4.0), moment("backward", 1.0), moment("forward", 3.0)]
+    assert [each.num_bytes for each in alive(moments, zeroes_first=True)] == [10.0, 11.0, 13.0]
+    assert alive(moments, zeroes_first=False) == moments
+
+
+def test_a_compiled_loss_is_cross_entropy():
+    logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 6, 3, 3, 1])
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(3 * expected, logits)
+    found = CompiledLoss.apply(logits, labels)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(3 * found, logits)[0], gradient)
+
+
+def test_the_allocator_takes_the_smallest_block_and_splits_it():
+    allocator = CachingAllocator()
+    first, second, third = (allocator.allocate(size * MIB, "compute") for size in (12, 30, 11))
+    assert allocator.reserved_bytes == (12 + 30 + 12) * MIB  # multiples of 2 MiB
+    allocator.free(second)
+    allocator.free(first)
+    allocator.allocate(10 * MIB, "compute")  # of the 12; the rest of 2 MiB is a block of its own
+    allocator.allocate(2 * MIB, "compute")
+    assert allocator.reserved_bytes == 54 * MIB
+    allocator.allocate(25 * MIB, "communicate")  # no other stream's memory, though 30 MiB are free
+    assert allocator.by_stream == {"compute": 54 * MIB, "communicate": 26 * MIB}
+    allocator.free(third)
+    allocator.allocate(int(11.5 * MIB), "compute")  # a rest of half a MiB is not split off
+    assert allocator.reserved_bytes == 80 * MIB
+
+
+def test_the_allocator_joins_free_neighbours_and_has_segments_for_what_is_small():
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(5 * MIB, 0) for _ in range(4)]
+    assert allocator.reserved_bytes == 20 * MIB
+    for block in (blocks[1], blocks[3], blocks[2]):
+        allocator.free(block)
+    allocator.allocate(15 * MIB, 0)
+    assert allocator.reserved_bytes == 20 * MIB
+    for _ in range(2048):
+        allocator.allocate(1000, 0)  # 1024 bytes each
+    assert allocator.reserved_bytes == 22 * MIB
+    allocator.allocate(1, 0)
+    assert allocator.reserved_bytes == 24 * MIB
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "every second block", "by operation"])
+@pytest.mark.parametrize("zeroes_first", [False, True])
+def test_torchs_own_step_holds_what_is_predicted_of_a_row(checkpointing, zeroes_first):
+    common = {"set": "", "model": "tiny", "machine": "4 a100-80", "sequence": 256, "batch": 2, "gib": 1.0}
+    found = {
+        reshard: measure(Case(checkpointing=checkpointing, reshard=reshard, zeroes_first=zeroes_first, **common))
+        for reshard in ("always", "never")
+    }
+    for each in found.values():
+        assert each["counted_gib"] == pytest.approx(each["live_gib"], rel=0.01)
+        assert each["allocator_gib"] > each["counted_gib"]
+
+
+def test_fsdp1_has_a_pool_for_what_it_reduces():
+    common = {"set": "", "model": "tiny", "machine": "4 a100-80", "sequence": 256, "batch": 2, "checkpointing": "none"}
+    one, two = (measure(Case(strategy=strategy, **common)) for strategy in ("FULL_SHARD", "fully_shard"))
+    assert one["reserved_gib"] - one["live_gib"] > two["reserved_gib"] - two["live_gib"] > 0
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+from lightning_osdp.machines import PUBLISHED_RATES
+
 MODULE = """
 import torch
 from lightning import LightningModule
@@ -271,7 +273,11 @@ def test_what_is_written_is_what_other_commands_read(towers, answer, run):
     ]  # fmt: skip
     assert answer("simulate", "--plan", "there/osdp_plan.json")["time_s"] == found["step"]["time_s"]
     assert answer("show", "there/osdp_plan.json")["units"] == found["plan"]["units"]
-    assert answer("explain", "blocks.1", "--plan", "there/osdp_plan.json", "--price", "false")["others"]
+    explained = ("explain", "blocks.1", "--plan", "there/osdp_plan.json", "--price", "false")
+    assert answer(*explained)["others"]
+    for command in (("show", "there/osdp_plan.json"), explained, ("simulate", "--plan", "there/osdp_plan.json")):
+        assert any("unvalidated on CUDA" in note for note in answer(*command)["notes"])
+        assert "unvalidated on CUDA" in " ".join(run(*command)[1].split())
     code, _, err = run(*ARGUMENTS, *BY_HAND, "--out", "there")
     assert code == 2
     assert "osdp_plan.json' is there" in err
@@ -308,6 +314,7 @@ def test_a_configuration_of_transformers_is_a_model_without_weights(towers, answ
     changed = answer("estimate", "config.json", "--settings", '{"num_hidden_layers": 3}', *arguments)
     assert by_name["plan"]["decisions"] == changed["plan"]["decisions"]
     assert math.isclose(by_name["step"]["time_s"], changed["step"]["time_s"])
+    assert by_name["tokens_per_s_range"] == [by_name["tokens_per_s"] * each for each in PUBLISHED_RATES]
     code, _, err = run("estimate", "LlamaConfg", *arguments)
     assert code == 2
     assert "LlamaConfig" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +26,8 @@ class Sizes:
     """Sizes of a decoder-only transformer."""
 
     kind: str
-    """Kind of model: ``llama`` of torchtitan, ``mpt`` of llm-foundry, or ``demo`` of Lightning's documentation."""
+    """Kind of model: ``llama`` of torchtitan, ``litgpt`` of LitGPT, whose blocks are Llama's too, ``mpt`` of
+    llm-foundry, or ``demo`` of Lightning's documentation."""
     layers: int
     hidden: int
     heads: int
@@ -41,6 +43,8 @@ class Sizes:
     """Parts of a sequence that the loss takes one after the other."""
     is_bfloat16: bool = False
     """True if parameters are in bfloat16, and not in float32."""
+    loss: str = "float32"
+    """Cross entropy of the logits in ``float32``, in their ``own`` dtype, or ``compiled``, see `CompiledLoss`."""
 
 
 class LanguageModel(nn.Module):
@@ -54,15 +58,14 @@ class LanguageModel(nn.Module):
 
     def __init__(self, sizes: Sizes, *, sequence: int, by_operation: bool = False) -> None:
         super().__init__()
-        is_llama = sizes.kind == "llama"
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
-        block = LlamaBlock if is_llama else MptBlock
+        block = _BLOCKS[sizes.kind]
         self.layers = nn.ModuleList(block(sizes, sequence) for _ in range(sizes.layers))
         self.norm = _norm(sizes)
         self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
-        if sizes.is_tied or not is_llama:
+        if sizes.is_tied or sizes.kind == "mpt":
             self.head.weight = self.embedding.weight
-        self._by_operation, self._num_chunks = by_operation, sizes.num_chunks
+        self._by_operation, self._num_chunks, self._loss = by_operation, sizes.num_chunks, sizes.loss
         if sizes.lora_rank is not None:
             self.requires_grad_(False)
             for layer in self.layers:
@@ -75,15 +78,44 @@ class LanguageModel(nn.Module):
         hidden = self.embedding(tokens)
         for layer in self.layers:
             if self._by_operation:
-                hidden = checkpoint(layer, hidden, use_reentrant=False, context_fn=_selective)
+                hidden = checkpoint(layer, hidden, use_reentrant=False, context_fn=selective)
             else:
                 hidden = layer(hidden)
         hidden = self.norm(hidden)
         sums = [
-            F.cross_entropy(self.head(some).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+            self._sum(self.head(some).flatten(0, 1), targets.flatten())
             for some, targets in zip(hidden.chunk(self._num_chunks, 1), labels.chunk(self._num_chunks, 1), strict=True)
         ]
         return torch.stack(sums).sum() / labels.numel()
+
+    def _sum(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy, summed over tokens."""
+        if self._loss == "compiled":
+            found: Tensor = CompiledLoss.apply(logits, labels)  # type: ignore[no-untyped-call]
+            return found
+        return F.cross_entropy(logits.float() if self._loss == "float32" else logits, labels, reduction="sum")
+
+
+class CompiledLoss(torch.autograd.Function):
+    """Cross entropy that keeps what a compiled one keeps: logits in their own dtype, and a number for each token.
+
+    Eager cross entropy in float32 keeps a log-softmax, which is twice as large as logits in bfloat16.
+    """
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        """Sum over tokens; logits are (tokens, vocabulary), labels (tokens)."""
+        total = logits.logsumexp(-1, keepdim=True)
+        context.save_for_backward(logits, labels, total)
+        return (total - logits.gather(-1, labels[:, None])).sum()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Softmax less one at each label, in one tensor as large as the logits."""
+        logits, labels, total = context.saved_tensors
+        found = (logits - total).exp_()
+        found.scatter_add_(-1, labels[:, None], torch.full_like(total, -1))
+        return found.mul_(gradient), None
 
 
 class DemoModel(nn.Module):
@@ -131,13 +163,7 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As large as its input."""
-        normed = self.attention_norm(x)
-        q, k, v = (
-            projection(normed).unflatten(-1, (heads, -1))
-            for projection, heads in ((self.wq, self._heads), (self.wk, self._kv_heads), (self.wv, self._kv_heads))
-        )
-        q, k = self._rotated(q), self._rotated(k)
-        k, v = (_repeated(each, self._heads // self._kv_heads) for each in (k, v))
+        q, k, v = self._attended(self.attention_norm(x))
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
         )
@@ -146,10 +172,42 @@ class LlamaBlock(nn.Module):
         mixed: Tensor = self.w2(F.silu(self.w1(normed)) * self.w3(normed))
         return x + mixed
 
+    def _attended(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each (samples, tokens, heads, width)."""
+        q, k, v = (
+            projection(normed).unflatten(-1, (heads, -1))
+            for projection, heads in ((self.wq, self._heads), (self.wk, self._kv_heads), (self.wv, self._kv_heads))
+        )
+        q, k = self._rotated(q), self._rotated(k)
+        k, v = (_repeated(each, self._heads // self._kv_heads) for each in (k, v))
+        return q, k, v
+
     def _rotated(self, x: Tensor) -> Tensor:
         turns = torch.ones(self._angles, dtype=torch.complex64, device=x.device)[None, :, None, :]
         turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turns
         return torch.view_as_real(turned).flatten(3).type_as(x)
+
+
+class LitGPTBlock(LlamaBlock):
+    """Llama's block with one projection for queries, keys and values, and positions in the dtype of its input."""
+
+    def __init__(self, sizes: Sizes, sequence: int) -> None:
+        super().__init__(sizes, sequence)
+        del self.wq, self.wk, self.wv
+        width = sizes.hidden // sizes.heads
+        self.wqkv = nn.Linear(sizes.hidden, (sizes.heads + 2 * self._kv_heads) * width, bias=False)
+
+    def _attended(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = self.wqkv(normed).unflatten(-1, (self._heads + 2 * self._kv_heads, -1))
+        q, k, v = qkv.split((self._heads, self._kv_heads, self._kv_heads), 2)
+        k, v = (_repeated(each, self._heads // self._kv_heads) for each in (k, v))
+        return self._rotated(q), self._rotated(k), v
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        tokens, half = self._angles
+        turns = torch.ones(tokens, 1, 2 * half, dtype=x.dtype, device=x.device)
+        first, second = x.split(half, -1)
+        return x * turns + torch.cat((-second, first), -1) * turns
 
 
 class MptBlock(nn.Module):
@@ -189,8 +247,16 @@ class RMSNorm(nn.Module):
         return normed.type_as(x) * self.weight
 
 
+_BLOCKS: Mapping[str, Callable[[Sizes, int], nn.Module]] = {
+    "llama": LlamaBlock,
+    "litgpt": LitGPTBlock,
+    "mpt": MptBlock,
+}
+"""Blocks of a kind of model."""
+
+
 def _norm(sizes: Sizes) -> nn.Module:
-    return RMSNorm(sizes.hidden) if sizes.kind == "llama" else nn.LayerNorm(sizes.hidden, bias=False)
+    return nn.LayerNorm(sizes.hidden, bias=False) if sizes.kind == "mpt" else RMSNorm(sizes.hidden)
 
 
 def _repeated(x: Tensor, number: int) -> Tensor:
@@ -206,7 +272,7 @@ _SAVED = {
 }
 
 
-def _selective() -> tuple[Any, Any]:
+def selective() -> tuple[Any, Any]:
     """Torchtitan's policy: attention and every other matrix product are saved, all else is recomputed."""
     counts: Counter[bool] = Counter()
 
