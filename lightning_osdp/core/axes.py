@@ -300,7 +300,7 @@ ACTIVATION_CHOICES = ("keep", "recompute", "offload", "recompute_offload")
 SELECTIVE = "selective"
 """Name by which all of `LEVELS` are offered."""
 
-DEFAULT_ACTIVATIONS = ("keep", "recompute")
+DEFAULT_ACTIVATIONS = ("keep", "recompute", SELECTIVE)
 """Names of choices for what a block saves that are offered where nothing is said."""
 
 KEEP = AXES["saves"].default
