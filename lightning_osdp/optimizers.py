@@ -4,14 +4,54 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 
 from lightning_osdp.errors import ConfigurationError
 
 T = TypeVar("T", bound=Optimizer)
+
+_ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
+"""Optimizers of torch that compute each element of a parameter from that element of the gradient and states."""
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """True if an optimizer is exactly one of `_ELEMENTWISE`, with the step that torch has given it."""
+    kind: Any = type(optimizer)
+    return kind in _ELEMENTWISE and str(kind.step.__module__).startswith("torch.optim.")
+
+
+def can_update_on_host(optimizer: Optimizer) -> bool:
+    """True if an optimizer takes the same step on copies of some parameters, on the host, as on the parameters.
+
+    Adagrad makes states on the device before its first step.
+    """
+    is_bound = any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups)
+    return is_elementwise(optimizer) and type(optimizer) is not Adagrad and not is_bound
+
+
+def may_be_fused(group: Mapping[str, Any]) -> bool:
+    """True if a parameter group leaves its implementation to torch, which has a fused one for it."""
+    is_open = group.get("fused", False) is None and group.get("foreach") is None
+    return is_open and all(parameter.is_floating_point() for parameter in group["params"])
 
 
 def check_supported(optimizer: Optimizer) -> None:

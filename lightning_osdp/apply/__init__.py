@@ -10,7 +10,7 @@ from lightning_osdp.apply.internals.gathering import whole_storages
 from lightning_osdp.apply.internals.sharding import refuse_copy
 from lightning_osdp.apply.plan import apply_plan, change_plan, fully_shard_arguments
 from lightning_osdp.apply.prepare import check_initializable
-from lightning_osdp.apply.sharded import ShardedModel, sharded_as
+from lightning_osdp.apply.sharded import ShardedModel, host_rows_of, sharded_as
 from lightning_osdp.apply.state import check_number
 from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.units import NODE_GROUPS, ONE_MESH, called_children
@@ -27,6 +27,7 @@ __all__ = [
     "check_number",
     "do_nothing",
     "fully_shard_arguments",
+    "host_rows_of",
     "is_inside",
     "local",
     "new_host_group",

@@ -18,6 +18,7 @@ from lightning_osdp.apply import state
 from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, is_inside, with_recomputed
 from lightning_osdp.apply.agreement import Agreement
 from lightning_osdp.apply.exchanging import ExchangingUnits
+from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows
 from lightning_osdp.apply.internals import (
     access,
     backward,
@@ -66,6 +67,7 @@ class ShardedModel:
         plan: the plan as `executed`; None without one.
         reusable: data that a strategy keeps with the model from one Trainer to the next.
         check_options: raises where a plan contradicts other options of the user.
+        host: rows of parameters that the host updates.
     """
 
     def __init__(
@@ -115,6 +117,9 @@ class ShardedModel:
         for child in module.modules():
             if isinstance(child, FSDPModule):
                 child.set_reduce_scatter_unused_params(True, recurse=False)
+        hosted = [access.group_of(unit.handle) for unit in self.units if effects_of(unit.treatment).updates_on_host]
+        shards = (shard for group in hosted if group is not None for shard, _ in access.parameters_of(group))
+        self.host = HostRows(shards, device)
         self._set_prefetch()
         gathering.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
         # All wrappers of methods of units are put on here, each around those before it. They come after begin(), which
@@ -257,7 +262,7 @@ class ShardedModel:
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Context for calls of ``step()`` of an optimizer, with or without a closure."""
-        return stepping_on_rows(optimizer)
+        return stepping_on_rows(optimizer, self.host)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -418,8 +423,9 @@ class ShardedModel:
         return [join_names(names, cuts) for names in state.names_by_group(self.module, optimizer)]
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raises a `ConfigurationError` if one of these cannot update the shards."""
+        """Raises a `ConfigurationError` if one of these cannot update the shards, or the host cannot as planned."""
         for optimizer in optimizers:
+            self.host.check(optimizer)
             try_optimizer(optimizer)
 
     @contextmanager
@@ -475,7 +481,7 @@ class ShardedModel:
     def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Loads a whole state by name or number; raises `PlanMismatchError` if it has other parameter groups."""
         with self._reading():
-            state.load_optimizer(self.module, optimizer, state_dict)
+            state.load_optimizer(self.module, optimizer, state_dict, self.host)
 
     def load_stored(self, stored: StoredShards, weights: Mapping[str, Any], *, strict: bool) -> None:
         """Loads weights of a sharded checkpoint, under the names that they have in ``weights``."""
@@ -485,7 +491,7 @@ class ShardedModel:
     def load_stored_optimizers(self, stored: StoredShards, optimizers: Sequence[Optimizer]) -> None:
         """Loads states of all optimizers from a sharded checkpoint."""
         with self._reading():
-            stored.load_optimizers(self.module, optimizers)
+            stored.load_optimizers(self.module, optimizers, self.host)
 
 
 def _begin(
@@ -540,6 +546,12 @@ def sharded_as(module: nn.Module) -> ShardedModel | None:
     """Sharded model that a module is the root of; None where it is of none."""
     owner = access.owner_of(module)
     return owner if isinstance(owner, ShardedModel) else None
+
+
+def host_rows_of(module: nn.Module) -> HostRows:
+    """Rows of parameters that the host updates, of the sharded model that a module is the root of; else of none."""
+    sharded = sharded_as(module)
+    return NOTHING_HELD if sharded is None else sharded.host
 
 
 def executed(plan: Plan, recomputed: Sequence[str]) -> Plan:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 from torch.utils.hooks import RemovableHandle
 
+from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows
 from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.splitting import JoinedShards, cut_of, cut_states, cuts_of, gathered, join_names, join_states
@@ -214,10 +215,13 @@ def takes_whole(module: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer(
+    module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], host: HostRows = NOTHING_HELD
+) -> None:
     """Loads state of one optimizer of the module's sharded parameters; all ranks must call it.
 
-    The state is by name, or by index as a plain optimizer has it, for whole operators; whole or in shards.
+    The state is by name, or by index as a plain optimizer has it, for whole operators; whole or in shards. That of what
+    ``host`` holds stays on the host.
 
     Raises:
         ConfigurationError: the optimizer is not one of this module's parameters.
@@ -239,22 +243,25 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
         )
         for tree in (own, _extra_entries(optimizer.state_dict())):
             likes.update(tree_flatten_with_path(tree)[0])
-    optimizer.load_state_dict(
-        {
-            **tree_map_with_path(lambda path, value: _own_rows(value, likes.get(path)), extra),
-            "state": {
-                numbers[name]: {field: _own_rows(value, parameters[name]) for field, value in fields.items()}
-                for name, fields in pieces.items()
-            },
-            "param_groups": [
-                {
-                    **{key: value for key, value in group.items() if key != "param_names"},
-                    "params": [numbers[name] for name in names],
-                }
-                for group, names in zip(state["param_groups"], groups, strict=True)
-            ],
-        }
-    )
+    loaded = {
+        **tree_map_with_path(lambda path, value: _own_rows(value, likes.get(path)), extra),
+        "state": {
+            numbers[name]: {
+                field: _own_rows(value, parameters[name], on_host=host.holds(parameters[name]))
+                for field, value in fields.items()
+            }
+            for name, fields in pieces.items()
+        },
+        "param_groups": [
+            {
+                **{key: value for key, value in group.items() if key != "param_names"},
+                "params": [numbers[name] for name in names],
+            }
+            for group, names in zip(state["param_groups"], groups, strict=True)
+        ],
+    }
+    with host.loading(optimizer):
+        optimizer.load_state_dict(loaded)
 
 
 def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
@@ -278,12 +285,13 @@ def _rows(whole: Tensor, like: DTensor) -> DTensor:
     return dtensors.of_rows(whole.detach().narrow(dim, first, like.to_local().shape[dim]), like)
 
 
-def _own_rows(value: Any, parameter: object) -> Any:
+def _own_rows(value: Any, parameter: object, *, on_host: bool = False) -> Any:
     """Field of an optimizer's state in memory of its own, sharded as its parameter where it has the same shape."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        return _rows(value, parameter).clone()
+        rows = _rows(value, parameter).clone()
+        return dtensors.of_rows_there(dtensors.local(rows).cpu(), parameter) if on_host else rows
     return value.clone()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows
+from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.apply.state import check_number, load_optimizer, whole_parameters
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import JoinedShards
@@ -84,8 +86,10 @@ class StoredShards:
         state.update({name: value for name, value in weights.items() if id(value) not in names or name not in state})
         module.load_state_dict(state, strict=strict)  # the state dict of a module knows versions of modules
 
-    def load_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Reads states of optimizers of the module's shards; all ranks must call it.
+    def load_optimizers(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], host: HostRows = NOTHING_HELD
+    ) -> None:
+        """Reads states of optimizers of the module's shards, on the host of what it holds; all ranks must call it.
 
         Raises:
             PlanMismatchError: a stored optimizer has other parameter groups.
@@ -93,10 +97,11 @@ class StoredShards:
         """
         check_number(self.num_optimizers, len(optimizers))
         parameters = whole_parameters(module)
+        on_host = {name for name, parameter in module.named_parameters() if host.holds(parameter)}
         for index, optimizer in enumerate(optimizers):
-            load_optimizer(module, optimizer, self._read(f"optimizer_{index}", parameters))
+            load_optimizer(module, optimizer, self._read(f"optimizer_{index}", parameters, on_host), host)
 
-    def _read(self, optimizer: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _read(self, optimizer: str, parameters: Mapping[str, Tensor], on_host: Collection[str]) -> dict[str, Any]:
         """State of one optimizer by name; a tensor with the shape of its parameter is sharded as the parameter is."""
         places = self._metadata.planner_data
         entries: dict[str, Any] = {}
@@ -104,7 +109,8 @@ class StoredShards:
             if places[key][0] != optimizer:
                 continue
             if isinstance(stored, TensorStorageMetadata):
-                entries[key] = _unread(stored, parameters.get(places[key][2]) if len(places[key]) > 2 else None)
+                name = places[key][2] if len(places[key]) > 2 else ""  # no parameter has none
+                entries[key] = _unread(stored, parameters.get(name), on_host=name in on_host)
             else:
                 entries[key] = "read in its place"
         load(entries, checkpoint_id=self._path)
@@ -112,12 +118,15 @@ class StoredShards:
         return state
 
 
-def _unread(stored: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
+def _unread(stored: TensorStorageMetadata, parameter: Tensor | None, *, on_host: bool) -> Tensor:
     """Memory to read an entry into: shards as of the parameter, or a whole tensor if it has another shape."""
     dtype = stored.properties.dtype
     if parameter is not None and parameter.shape == stored.size:
         if isinstance(parameter, JoinedShards):
             return parameter.empty_like(dtype)
+        if isinstance(parameter, DTensor) and on_host:
+            rows = torch.empty_like(dtensors.local(parameter), dtype=dtype, device="cpu")
+            return dtensors.of_rows_there(rows, parameter)
         if isinstance(parameter, DTensor):
             return torch.empty_like(parameter, dtype=dtype)
     return torch.empty(stored.size, dtype=dtype)

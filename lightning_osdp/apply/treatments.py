@@ -65,6 +65,7 @@ APPLIERS: Mapping[str, Applier] = {
         make=lambda unit, _: {"reshard_after_forward": not effects_of(unit.treatment).is_kept}, change=_leave
     ),
     "reduce": Applier(accumulate=_reduce),
+    "states": Applier(),  # optimizers carry it out, where they step and are loaded: see `host_updates`
 }
 """Applier of each axis of units."""
 

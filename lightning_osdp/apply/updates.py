@@ -1,4 +1,4 @@
-"""Optimizers on shards: which can step on them, and steps on rows as plain tensors.
+"""Optimizers on shards: which can step on them, and steps on rows as plain tensors, of the device or on the host.
 
 Operators of DTensors find out anew in each step, for each parameter, that every rank may compute with its rows alone.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows, Stepped
 from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.apply.units import ONE_MESH
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.optimizers import check_supported, copied
+from lightning_osdp.optimizers import check_supported, copied, is_elementwise
 
-_ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
-"""Optimizers of torch that compute each element of a parameter from that element of the gradient and states."""
 _NUM_STEPS = 2
 """Number of steps in which an optimizer is tried."""
 _TOLERANCE = 0.05
@@ -47,23 +47,29 @@ def share_gradients(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
+def stepping_on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Iterator[None]:
     """Makes elementwise optimizers compute with this rank's rows, as plain tensors, within the context.
 
     Only the arithmetic sees rows: the closure and hooks of the step see DTensors. An optimizer that is not exactly one
-    of torch's, or has a tensor without the layout of its parameter, computes with DTensors.
+    of torch's, or has a tensor without the layout of its parameter, computes with DTensors. Parameters that ``host``
+    holds are updated there, when all others are: before later hooks, in what is one step to all but the arithmetic.
+
+    Raises:
+        ConfigurationError: a tensor has not the layout of its parameter, and the host is to update some parameters.
     """
-    if not _is_elementwise(optimizer):
+    if not is_elementwise(optimizer):
         yield
         return
     rows, is_over = ExitStack(), False
 
     def swap() -> None:
         if not is_over:
-            rows.enter_context(on_rows(optimizer))
+            rows.enter_context(on_rows(optimizer, host))
 
     def begin(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Makes the arithmetic on rows follow the closure of the step, if it has one."""
+        nonlocal is_over
+        is_over = False
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             swap()
@@ -81,8 +87,13 @@ def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
         is_over = True
         rows.close()
 
-    # `begin` is the last hook before the step, for the closure that other hooks leave; `end` is the first one after it.
-    with optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end) as after:
+    def end_on_host(*_: object) -> None:
+        end()
+        _update_on_host(optimizer, host)
+
+    # `begin` is the last hook before the step, for the closure that other hooks leave; `end_on_host` is the first
+    # one after it.
+    with optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end_on_host) as after:
         hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
         hooks.move_to_end(after.id, last=False)
         try:
@@ -92,19 +103,65 @@ def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def on_rows(optimizer: Optimizer) -> Iterator[None]:
+def on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Iterator[None]:
     """Gives an elementwise optimizer this rank's rows in place of DTensors, which see all changes, within the context.
 
-    Its groups have rows, as plain tensors with gradients, and its state is keyed by them. Nothing is copied. Afterwards
-    it has the DTensors, groups and states of before; a new state with the shape of the rows is a DTensor. Where a
-    tensor has not the layout of its parameter, nothing changes.
+    Its groups have rows, as plain tensors with gradients, and its state is keyed by them. Nothing is copied. They have
+    none of what ``host`` holds. Where a tensor has not the layout of its parameter, nothing changes.
     """
-    stepped = _with_gradients(optimizer) if _is_elementwise(optimizer) else None
-    if not stepped:
+    pairs = _with_gradients(optimizer) if is_elementwise(optimizer) else None
+    left_out = host.held_in(optimizer)
+    if pairs is None and left_out:
+        raise ConfigurationError(
+            "Expected gradients and states with the layout of their parameters, and groups without DTensors, in a step"
+            " of an optimizer that the plan has keep states on the host. Leave them as they are, or plan without 'host'"
+            " in SearchSpace(states=...)."
+        )
+    if not pairs:
         yield
         return
+    stepped = [
+        Stepped(parameter, dtensors.local(parameter), dtensors.local(gradient))
+        for parameter, gradient in pairs
+        if id(parameter) not in left_out
+    ]
+    with _computing_with(optimizer, stepped, left_out):
+        yield
+
+
+def _update_on_host(optimizer: Optimizer, host: HostRows) -> None:
+    """Takes the step of an elementwise optimizer for what the host holds, unseen by modes that count for the device."""
+    held = host.held_in(optimizer)
+    pairs = [pair for pair in _with_gradients(optimizer) or () if id(pair[0]) in held] if held else []
+    if not pairs:
+        return
+    with torch.no_grad(), _disable_current_modes():
+        stepped = host.take(pairs)
+        for name in ("grad_scale", "found_inf"):  # of a gradient scaler, which fused optimizers read
+            value = getattr(optimizer, name, None)
+            if isinstance(value, Tensor):
+                setattr(optimizer, name, value.cpu())
+        ours = {id(each.parameter) for each in stepped}
+        others = {id(p) for group in optimizer.param_groups for p in group["params"]} - ours
+        with _computing_with(optimizer, stepped, others), host.fused(optimizer):
+            _arithmetic(optimizer)(optimizer)
+        host.give_back(stepped)
+
+
+def _arithmetic(optimizer: Optimizer) -> Any:
+    """Step of an optimizer's class without hooks, in which torch has wrapped it."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+@contextmanager
+def _computing_with(optimizer: Optimizer, stepped: Sequence[Stepped], left_out: Collection[int]) -> Iterator[None]:
+    """Gives an optimizer plain tensors in place of parameters, and none of the ids left out, within the context.
+
+    Afterwards it has the DTensors, groups and states of before; a new state with the shape of the rows is a DTensor.
+    """
     states, kept = optimizer.state, [group["params"] for group in optimizer.param_groups]
-    rows_of = {id(parameter): dtensors.local(parameter) for parameter, _ in stepped}  # a tensor's own hash is slow
+    rows_of = {id(each.parameter): each.rows for each in stepped}  # a tensor's own hash is slow
     local_states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     for key, fields in states.items():
         rows = rows_of.get(id(key))
@@ -113,10 +170,10 @@ def on_rows(optimizer: Optimizer) -> Iterator[None]:
         else:
             local_states[rows] = {name: dtensors.local(value) for name, value in fields.items()}
     try:
-        for parameter, gradient in stepped:
-            rows_of[id(parameter)].grad = dtensors.local(gradient)
+        for each in stepped:
+            each.rows.grad = each.gradient
         for group, parameters in zip(optimizer.param_groups, kept, strict=True):
-            group["params"] = [rows_of.get(id(parameter), parameter) for parameter in parameters]
+            group["params"] = [rows_of.get(id(each), each) for each in parameters if id(each) not in left_out]
         optimizer.state = local_states
         yield
     finally:
@@ -125,20 +182,14 @@ def on_rows(optimizer: Optimizer) -> Iterator[None]:
             group["params"] = parameters
         for rows in rows_of.values():
             rows.grad = None
-        torch.autograd.graph.increment_version([parameter for parameter, _ in stepped])
-        parameter_of = {id(rows_of[id(parameter)]): parameter for parameter, _ in stepped}
+        torch.autograd.graph.increment_version([each.parameter for each in stepped])
+        parameter_of = {id(each.rows): each.parameter for each in stepped}
         for key, fields in local_states.items():
             stepped_parameter = parameter_of.get(id(key))
             if stepped_parameter is None:
                 states[key] = fields
             else:
                 _take_new(states[stepped_parameter], fields, stepped_parameter)
-
-
-def _is_elementwise(optimizer: Optimizer) -> bool:
-    """True if an optimizer is exactly one of `_ELEMENTWISE`, with the step that torch has given it."""
-    kind: Any = type(optimizer)
-    return kind in _ELEMENTWISE and str(kind.step.__module__).startswith("torch.optim.")
 
 
 def _with_gradients(optimizer: Optimizer) -> list[tuple[DTensor, DTensor]] | None:
@@ -172,7 +223,7 @@ def _take_new(fields: dict[str, Any], local_fields: dict[str, Any], parameter: D
         if name in fields and value is dtensors.local(fields[name]):
             continue
         is_rows = isinstance(value, Tensor) and value.dim() > 0
-        fields[name] = dtensors.of_rows(value, parameter) if is_rows else value
+        fields[name] = dtensors.of_rows_there(value, parameter) if is_rows else value
 
 
 def try_optimizer(optimizer: Optimizer) -> None:
@@ -255,9 +306,7 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
     for group, parameters in zip(trial.param_groups, tried, strict=True):
         group["params"] = parameters
     trial.param_groups[:] = [group for group in trial.param_groups if group["params"]]
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):  # torch has wrapped it in hooks of all optimizers
-        step = step.__wrapped__
+    step = _arithmetic(optimizer)
 
     def backward() -> Tensor:
         for small, gradient in gradients:

@@ -13,12 +13,14 @@ from lightning_osdp.assign.overlap import bound_overlapped, solve_overlapped
 from lightning_osdp.assign.paths import Paths
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.solve import Solved, fill, solve
-from lightning_osdp.core.axes import HDP
 from lightning_osdp.cost import PeakMemory
 from lightning_osdp.engine import effects_of
 
 MAX_TRIES = 6
 """Limits that are tried where the closed form is not exact: halvings of what it leaves, or of what it leaves out."""
+
+_OF_ROOT = {"home": "node", "states": "device"}
+"""Values that the root may have in place of those in its one option, where they are offered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,8 @@ def assign_modes(
     """
     first = found = _assigned(setting, memory_limit_bytes, search, worth_s)
     leaves_out = first is not None and any(mode.needs_nodes or effects_of(mode).is_passed_over for mode in first.modes)
+    if first is not None and setting.costs.hosted:
+        return _as_simulated(first, memory_limit_bytes, search, worth_s)
     if first is None or (len(setting.activations) == 1 and not leaves_out):
         return found
     # The closed form may leave out what a block keeps beside its gathered unit, what is larger in nodes, what is
@@ -78,6 +82,36 @@ def assign_modes(
     return replace(first, modes=least, step_time_s=setting.costs.step_time_s(least), is_exact=True)
 
 
+def _as_simulated(first: Assignment, memory_limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
+    """The fastest assignment found that fits as simulated, of those that fill less and less memory by the closed form.
+
+    Where states may be on the host, the closed form leaves out temporaries of updates on the device. ``first`` fits by
+    the closed form. What exceeds is left out next, or half of what is open.
+    """
+    setting, costs = first.setting, first.setting.costs
+    excess = costs.exact_peak_bytes(first.modes) - memory_limit_bytes
+    if excess <= 0:
+        return replace(first, is_exact=True)
+    least = costs.least_memory_modes
+    if costs.exact_peak_bytes(least) > memory_limit_bytes:
+        return None
+    best = replace(first, modes=least, step_time_s=costs.step_time_s(least), is_exact=True)
+    fits, fails = (costs.memory.peak_bytes(modes) for modes in (least, first.modes))
+    for _ in range(MAX_TRIES):
+        room_bytes = max((fits + fails) // 2, fails - excess)
+        found = _assigned(setting, room_bytes, search, worth_s, before=first)
+        if found is None or fails - fits < 2:
+            break
+        excess = costs.exact_peak_bytes(found.modes) - memory_limit_bytes
+        if excess > 0:
+            fails = costs.memory.peak_bytes(found.modes)
+            continue
+        fits, excess = room_bytes, fails
+        if found.step_time_s < best.step_time_s:
+            best = replace(found, is_exact=True, bound_s=first.bound_s)
+    return best
+
+
 def assignment_of(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:
     """Assignment of these modes, which fit, with what they cost, bytes as simulated.
 
@@ -86,7 +120,8 @@ def assignment_of(setting: Setting, modes: Modes, *, bound_s: float | None) -> A
     costs = setting.costs
     time_s = costs.step_time_s(modes)
     if bound_s is None:
-        bound_s = Paths(setting.all_ahead).least_s() if setting.overlaps else costs.additive.fastest_s
+        fastest_s = costs.additive.fastest_s - costs.root_more_s
+        bound_s = Paths(setting.all_ahead).least_s() if setting.overlaps else fastest_s
     return Assignment(setting=setting, modes=modes, step_time_s=time_s, bound_s=min(time_s, bound_s), is_exact=True)
 
 
@@ -104,7 +139,8 @@ def bound_ahead_s(setting: Setting, modes: Modes, *, memory_limit_bytes: int, se
     rooms = memory.room_bytes(memory_limit_bytes)
     if setting.overlaps:
         return bound_overlapped(setting, memory, rooms, modes, search=search, enough_s=enough_s)
-    return solve(replace(setting.costs.additive, memory=memory), rooms, search=search).bound_s
+    solved = solve(replace(setting.costs.additive, memory=memory), rooms, search=search)
+    return solved.bound_s - setting.costs.root_more_s
 
 
 def _assigned(
@@ -125,7 +161,7 @@ def _assigned(
         setting=setting,
         modes=modes,
         step_time_s=solved.time_s if modes == solved.modes else costs.step_time_s(modes),
-        bound_s=solved.bound_s,
+        bound_s=solved.bound_s - (0.0 if setting.overlaps else costs.root_more_s),
         note=solved.note,
     )
 
@@ -134,7 +170,8 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
     """The assignment with its peak as simulated, and faster modes as far as that leaves room for them.
 
     Where gradients are accumulated the closed form counts units twice that run and are held. Modes that are found here
-    are outside the space that the bound is about: they can only be faster. So is the root in the node, as other units.
+    are outside the space that the bound is about: they can only be faster. So is the root in the node, or with its
+    states on the device, as other units.
     """
     setting, costs = assignment.setting, assignment.setting.costs
     if setting.is_paper and not any("reduce" in mode for options in costs.options for mode in options):
@@ -154,8 +191,13 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
         if fits == fails:
             break
         spare_bytes = (fits + fails) / 2
-    if any("home" in mode for options in costs.options for mode in options):
-        found = tuple(HDP if unit.is_root else mode for unit, mode in zip(setting.units, modes, strict=True))
+    offered = {axis for options in costs.options for mode in options for axis in mode}
+    for axis, value in _OF_ROOT.items():
+        if axis not in offered:
+            continue
+        found = tuple(
+            mode.but(**{axis: value}) if unit.is_root else mode for unit, mode in zip(setting.units, modes, strict=True)
+        )
         found_s = costs.step_time_s(found)
         if found_s < step_time_s and costs.exact_peak_bytes(found) <= memory_limit_bytes:
             modes, step_time_s = found, found_s
@@ -196,7 +238,8 @@ def bound_in_s(setting: Setting, *, memory_limit_bytes: int) -> float:
     costs = setting.ahead_for_free.costs
     if setting.overlaps or costs.memory.peak_bytes(costs.least_memory_modes) > memory_limit_bytes:
         return costs.least_s
-    return solve(costs.additive, costs.memory.room_bytes(memory_limit_bytes), search="greedy").bound_s
+    solved = solve(costs.additive, costs.memory.room_bytes(memory_limit_bytes), search="greedy")
+    return solved.bound_s - costs.root_more_s
 
 
 def bound_later_s(setting: Setting, bound_s: float, *, micro_batch_size: int) -> float:

@@ -23,6 +23,7 @@ def subject_of(unit: UnitProfile, step: Step, engine: FSDP2) -> Subject:
     """Properties of a unit that rules of axes ask for."""
     waits = step.workload.num_micro_batches > 1 and step.cluster.world_size > 1
     return Subject(
+        has_host=step.profile.optimizer.host_s_per_element is not None,
         has_nodes=step.cluster.has_nodes,
         is_reached=unit.last >= unit.trained_from,
         is_trained=unit.gradient_bytes > 0,

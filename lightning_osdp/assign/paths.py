@@ -87,6 +87,7 @@ class Paths:
             if kind in collectives_s and each.link == "all" and each.operation not in {"all_gather", *EXCHANGES}
         }
         self._num_micro_batches = setting.workload.num_micro_batches
+        self._optimizer_s = self._clock.optimizer_s - setting.costs.root_more_s  # its states may be on the device
         offered = self._offered = {effects_of(mode) for options in self._options for mode in options}
         self._may_accumulate = any(each.waits for each in offered)
         self._may_wait = not self._may_accumulate and not any(
@@ -188,7 +189,7 @@ class Paths:
 
     def least_s(self) -> float:
         """Seconds of a step that no modes go below, as if memory were no concern."""
-        direct_s = max(self._direct_s(self._options)) + self._clock.optimizer_s
+        direct_s = max(self._direct_s(self._options)) + self._optimizer_s
         return direct_s if self._mean is None else max(direct_s, self._mean.fastest_s)
 
     @cached_property
@@ -276,7 +277,9 @@ class Paths:
         more_s = [0.0] * (len(self._constants_s) + 1)
         more_s[0] += sum(min(self._exchanges_s(unit, mode) for mode in each) for unit, each in enumerate(options))
         for unit, turn in self._flattened.items():
-            more_s[turn] += min(self._own_s(unit, mode) for mode in options[unit])
+            update_s = min(self._update_s(unit, mode) for mode in options[unit])
+            more_s[0] += update_s
+            more_s[turn] += min(self._own_s(unit, mode) for mode in options[unit]) - update_s
             reduces_s = min(self._all_reduces_s(unit, mode) for mode in options[unit])
             more_s[0] += reduces_s
             more_s[turn + 1] -= reduces_s
@@ -296,11 +299,17 @@ class Paths:
 
     def _most_overhead_s(self, unit: int) -> float:
         """Seconds of a micro-batch that the runtime takes for a unit at most."""
-        profile, modes = self._setting.units[unit], {ZDP, *self._options[unit]}
-        return max(self._setting.costs.unit_s(profile, mode, "overhead") for mode in modes) / self._num_micro_batches
+        costs, profile = self._setting.costs, self._setting.units[unit]
+        modes = {ZDP, *self._options[unit]}
+        most_s = max(costs.unit_s(profile, mode, "overhead") - self._update_s(unit, mode) for mode in modes)
+        return most_s / self._num_micro_batches
+
+    def _update_s(self, unit: int, mode: Treatment) -> float:
+        """Seconds of the unit's update, which is after all else, beyond those of ZDP."""
+        return self._setting.costs.unit_s(self._setting.units[unit], mode)
 
     def _own_s(self, unit: int, mode: Treatment) -> float:
-        """Seconds of a step, before the unit's gradients are reduced, that depend on its mode alone."""
+        """Seconds, before the unit's gradients are reduced and in its update, that depend on its mode alone."""
         return self._setting.costs.unit_s(self._setting.units[unit], mode, "overhead", "activations")
 
     def _exchanges_s(self, unit: int, mode: Treatment) -> float:
@@ -341,14 +350,14 @@ class Paths:
             times_s.append(
                 {
                     mode: self._exchanges_s(unit, mode)
-                    + (self._own_s(unit, mode) if turn <= path.turn else 0.0)
+                    + (self._own_s if turn <= path.turn else self._update_s)(unit, mode)
                     + (self._all_reduces_s(unit, mode) if turn >= path.turn else 0.0)
                     + gathered[unit] * self._num_gathers(mode) * self._gather_s[unit]
                     + (freed_s[unit] if self._is_again(mode) else 0.0)
                     for mode in options
                 }
             )
-        constant_s = self._num_micro_batches * self._constants_s[path.turn] + self._clock.optimizer_s
+        constant_s = self._num_micro_batches * self._constants_s[path.turn] + self._optimizer_s
         return dataclasses.replace(self._setting.costs.additive, times_s=times_s, constant_s=constant_s)
 
 

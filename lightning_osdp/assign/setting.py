@@ -34,7 +34,7 @@ from lightning_osdp.cost import (
     saved_bytes,
     step_memory,
 )
-from lightning_osdp.engine import DEFAULT, FSDP2, with_activations
+from lightning_osdp.engine import DEFAULT, FSDP2, effects_of, with_activations
 from lightning_osdp.simulation import StepClock
 
 _OF_STEP = ("workload", "modes", "moving", "engine", "least_ahead", "counts_least_ahead")
@@ -218,14 +218,22 @@ class Costs:
     def options(self) -> tuple[Modes, ...]:
         """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
         setting, known = self._setting, cache(self._within)
+        root = DP.but(states=setting.modes[0]["states"])
         return tuple(
-            (DP,)
+            (root.within(self._subject(unit)),)
             if unit.is_root
             else (STATIONARY,)
             if unit.name in setting.moving
-            else known(subject_of(unit, setting, setting.engine), self._choices(unit))
+            else known(self._subject(unit), self._choices(unit))
             for unit in setting.units
         )
+
+    def _subject(self, unit: UnitProfile) -> Subject:
+        """Properties of a unit that rules of axes ask for; the paper has fewer choices."""
+        subject = subject_of(unit, self._setting, self._setting.engine)
+        if self._setting.is_paper:
+            return replace(subject, has_host=False, has_nodes=False, may_stay=False, may_exchange=False)
+        return subject
 
     def _choices(self, unit: UnitProfile) -> tuple[str, ...]:
         """Values of ``saves`` that a unit may take, the one that saves least first."""
@@ -237,8 +245,6 @@ class Costs:
 
     def _within(self, subject: Subject, choices: tuple[str, ...]) -> Modes:
         """Treatments that are offered and apply."""
-        if self._setting.is_paper:
-            subject = replace(subject, has_nodes=False, may_stay=False, may_exchange=False)
         modes = dict.fromkeys(mode.within(subject) for mode in self._setting.modes)
         return tuple(mode.but(saves=choice) for choice in choices for mode in modes)
 
@@ -265,9 +271,11 @@ class Costs:
         held = (0.0, 0.0) if place is None else self.memory.held(place, mode)
         own: tuple[float, ...] = (self.times_s[unit][mode],)
         if setting.overlaps:
-            own = resource_s(
-                setting.units[unit], mode, cluster=setting.cluster, workload=setting.workload, engine=setting.engine
+            of_unit = setting.units[unit]
+            computing_s, *sent_s = resource_s(
+                of_unit, mode, cluster=setting.cluster, workload=setting.workload, engine=setting.engine
             )
+            own = (computing_s + self.unit_s(of_unit, mode), *sent_s)
         return (*(float(f"{seconds:.9g}") for seconds in own), *(round(num_bytes, 3) for num_bytes in held))
 
     def uniform_modes(self) -> Iterator[Modes]:
@@ -275,8 +283,9 @@ class Costs:
 
         def of(unit: UnitProfile, options: Modes, mode: Treatment) -> Treatment:
             if unit.is_root:
-                return freed_and_kept(mode)[1].only("home", "keep")
-            return next((each for each in (mode, mode.only("moves", "home", "keep")) if each in options), options[0])
+                return freed_and_kept(mode)[1].only("home", "keep", "states").within(self._subject(unit))
+            simpler = (mode.only("moves", "home", "keep", *more) for more in (("states",), ()))
+            return next((each for each in (mode, *simpler) if each in options), options[0])
 
         offered = dict.fromkeys(
             mode for options in self.options[1:] or self.options for mode in options if "saves" not in mode
@@ -300,7 +309,7 @@ class Costs:
         return self.unit_s(unit, mode, *terms)
 
     def unit_s(self, unit: UnitProfile, mode: Treatment, *terms: str) -> float:
-        """Seconds of a step that a unit takes by these `cost.TERMS`; of its update, what is beyond ZDP's."""
+        """Seconds of a step that a unit takes by these `cost.TERMS`, and for its update beyond that of ZDP."""
         step = self._setting
         update_s = 0.0 if step.is_paper else more_optimizer_s(step.profile, step.cluster, unit, mode)
         return update_s + sum(self._term_s(name, unit, mode) for name in terms)
@@ -328,8 +337,27 @@ class Costs:
             setting,
             activations=setting.activations,
             moving=moving,
+            hosted=self.hosted,
             engine=setting.bytes_engine,
             known=setting.variants.moments,
+        )
+
+    @cached_property
+    def hosted(self) -> frozenset[int]:
+        """Units, as positions among all, whose states may be on the host."""
+        return frozenset(
+            unit
+            for unit, options in enumerate(self.options)
+            if any(effects_of(mode).updates_on_host for mode in options)
+        )
+
+    @cached_property
+    def root_more_s(self) -> float:
+        """Seconds that the root's option takes for states on the host, where bounds are of those on the device, too."""
+        return sum(
+            self.unit_s(unit, mode) - self.unit_s(unit, mode.but(states="device"))
+            for unit, (mode, *_) in zip(self._setting.units, self.options, strict=True)
+            if unit.is_root
         )
 
     @cached_property
@@ -338,7 +366,7 @@ class Costs:
         if self._setting.overlaps:
             return self.compute_s
         fastest = (min(map(of.__getitem__, options)) for of, options in zip(self.times_s, self.options, strict=True))
-        return self._constant_s + sum(fastest)
+        return self._constant_s + sum(fastest) - self.root_more_s
 
     @property
     def apart_s(self) -> float:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import whole_storages
+from lightning_osdp.apply import host_rows_of, whole_storages
 from lightning_osdp.optimizers import states_of
 from lightning_osdp.profiler import Census, LiveBytes, tensors_in
 
@@ -152,8 +152,12 @@ class AllocatorWatch:
 
 
 def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterable[Tensor]:
-    """Yields tensors that live between steps: shards, resident units, gradients, optimizer states and buffers."""
+    """Yields tensors that live between steps: shards, resident units, gradients, optimizer states and buffers.
+
+    States on the host are left out.
+    """
     assert model is not None
+    host = host_rows_of(model)
     yield from (whole for whole in whole_storages(model) if whole.untyped_storage().nbytes())
     for parameter in model.parameters():
         yield parameter.data
@@ -162,7 +166,8 @@ def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterab
     yield from model.buffers()
     for optimizer in optimizers:
         assert isinstance(optimizer, Optimizer)
-        yield from tensors_in([list(state.values()) for state in states_of(optimizer)])
+        states = (each for state in states_of(optimizer) for each in state.items())
+        yield from tensors_in([fields for parameter, fields in states if not host.holds(parameter)])
 
 
 def planned_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
@@ -177,12 +182,14 @@ def unplanned_tensors(trainer: pl.Trainer, *, besides: Iterable[Tensor] = ()) ->
     """Lists one tensor of each storage that was made since the fit began and that its plan does not predict.
 
     Callbacks and modules keep such tensors, and loaders read ahead. Tensors ``besides`` are left out, such as the
-    batch. The list is empty where the strategy took no census.
+    batch, and what is in memory of the host. The list is empty where the strategy took no census.
     """
     census = getattr(trainer.strategy, "census", None)
     if not isinstance(census, Census):
         return []
-    return census.newer(besides=[*planned_tensors(trainer), *besides])
+    assert trainer.model is not None
+    on_host = tensors_in([*host_rows_of(trainer.model).tensors(trainer.optimizers)])
+    return census.newer(besides=[*planned_tensors(trainer), *on_host, *besides])
 
 
 def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

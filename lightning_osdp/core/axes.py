@@ -19,6 +19,8 @@ from typing_extensions import override
 class Subject:
     """A unit and its block, as far as rules of axes ask for them; by default everything applies to it."""
 
+    has_host: bool = True
+    """True if the host can update its parameters: the seconds of that were profiled."""
     has_nodes: bool = True
     """True if there are several nodes with several ranks each."""
     is_reached: bool = True
@@ -90,6 +92,11 @@ def _reduce_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
     return value == "every" or (may_wait and (value != "node" or treatment["home"] == "node"))
 
 
+def _states_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
+    """Tells if states can be there: on the host those of units alone that have any, and whose weights are gathered."""
+    return value == "device" or (subject.has_host and subject.is_trained and treatment["moves"] == "weights")
+
+
 LEVELS = ("selective_1", "selective_2", "selective_3", "selective_4")
 """Values of ``saves`` with which a block keeps some results of heavy operations and makes the rest again; each keeps
 more bytes than the one before. Which results these are is profiled for each kind of block."""
@@ -129,6 +136,17 @@ AXES: Mapping[str, Axis] = {
         # Micro-batches that reduce a unit's gradients: every one; every one inside of nodes and the last one between
         # them; or the last one, until which gradients are whole, and a unit that is kept stays unsharded.
         Axis(name="reduce", on="unit", values=("every", "node", "last"), default="every", applies=_reduce_applies),
+        # Place of what an optimizer keeps of a unit's parameters: the memory of the host, which then updates the rows
+        # of this rank, or of the device.
+        Axis(
+            name="states",
+            on="unit",
+            values=("host", "device"),
+            default="device",
+            applies=_states_applies,
+            can_change=False,
+            by_slice=True,
+        ),
         # Fate of the tensors that a block saves for backward: dropped, with the block's inputs on the host, and
         # made again by running its forward in backward; moved to host memory and back; dropped and made again, all of
         # them or all but some results; kept.
@@ -294,6 +312,9 @@ MODES = {name: mode for name, mode in NAMED_MODES.items() if mode.within(_EVERYW
 SYNC_CHOICES = ("every", "last", "node")
 """Values of ``reduce``, in the order in which they are offered."""
 
+STATES_CHOICES = ("device", "host")
+"""Values of ``states``, in the order in which they are offered."""
+
 ACTIVATION_CHOICES = ("keep", "recompute", "offload", "recompute_offload")
 """Values of ``saves`` that treat all that a block saves alike, in the order in which they are offered."""
 
@@ -332,23 +353,28 @@ def freed_and_kept(treatment: Treatment) -> tuple[Treatment, Treatment]:
     return gathered.but(keep="nothing"), kept
 
 
-def modes_of(names: Collection[str] = tuple(MODES), sync: Collection[str] = SYNC_CHOICES) -> tuple[Treatment, ...]:
-    """Treatments of these names, with each of these choices of micro-batches that reduce; least memory first.
+def modes_of(
+    names: Collection[str] = tuple(MODES),
+    sync: Collection[str] = SYNC_CHOICES,
+    states: Collection[str] = STATES_CHOICES[:1],
+) -> tuple[Treatment, ...]:
+    """Treatments of these names, micro-batches that reduce and places of states; least memory first.
 
-    All values are offered of axes of units that neither says anything of.
+    All values are offered of axes of units that none of these says anything of.
     """
     modes = [mode for name, mode in NAMED_MODES.items() if name in names]
-    others = [axis for axis in AXES.values() if axis.on == "unit" and axis.name not in {*_OF_NAMES, "reduce"}]
-    values = [
-        dict(zip((axis.name for axis in others), each, strict=True))
-        for each in product(*(axis.values for axis in others))
-    ]
+    offered_of = {axis.name: axis.values for axis in AXES.values() if axis.on == "unit"} | {
+        "states": tuple(value for value in AXES["states"].values if value in states)
+    }
+    others = {name: of for name, of in offered_of.items() if name not in {*_OF_NAMES, "reduce"}}
+    values = [dict(zip(others, each, strict=True)) for each in product(*others.values())]
     offered = (
         mode.but(reduce=each, **more) for each in SYNC_CHOICES if each in sync for mode in modes for more in values
     )
     return tuple(each for each in offered if each.within(ANYTHING) == each)
 
 
+@cache
 def treatments_of(subject: Subject) -> tuple[Treatment, ...]:
     """All treatments of a unit that apply to a subject, least memory first."""
     own = [axis for axis in AXES.values() if axis.on == "unit"]

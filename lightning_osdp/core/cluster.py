@@ -159,6 +159,8 @@ class Cluster(Stored):
     """Bytes that libraries take of the device in the first step, and keep, such as cuBLAS's workspaces."""
     memory_bytes: int | None = None
     """Bytes that one rank may use where the user sets no limit; None if unknown."""
+    host_memory_bytes: int | None = None
+    """Bytes of the host's memory that are free for one rank, beside what it has; None if unknown."""
     node_size: int | None = None
     """Ranks of one node, which follow each other; None: all are in one."""
     within_node: Links | None = None

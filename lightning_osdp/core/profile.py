@@ -56,6 +56,8 @@ class OptimizerProfile:
 
     s_per_element: float = 0.0
     """Seconds per trainable element of the shard that this rank updates."""
+    host_s_per_element: float | None = None
+    """Seconds per such element where the host updates it, without copies; None: not profiled, or the host cannot."""
     fixed_s: float = 0.0
     """Seconds of a step whatever the number of elements: each rank updates a part of every parameter."""
     is_foreach: bool = False

@@ -35,7 +35,7 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
     """
     profile, units = step.profile, step.units
     micro_batch_size = step.workload.micro_batch_size
-    layout = engine.layout(units, profile.optimizer, num_shards(step, modes))
+    layout = engine.layout_in(step, modes)
     effects = [effects_of(mode) for mode in modes]
     stays = [unit.is_root or each.is_kept for unit, each in zip(units, effects, strict=True)]
     running = [0.0] * len(profile.segments)
@@ -75,7 +75,7 @@ def saving_peak(step: Step, modes: Sequence[Treatment], *, is_sharded: bool, eng
     in a sharded one. Units are gathered one after the other, beside what an evaluation before has left gathered.
     """
     units, shards = step.units, num_shards(step, modes)
-    layout = engine.layout(units, step.profile.optimizer, shards)
+    layout = engine.layout_in(step, modes)
     states = sum(
         (unit.parameter_bytes + unit.optimizer_bytes) / (number if is_sharded else 1)
         for unit, number in zip(units, shards, strict=True)

@@ -21,6 +21,9 @@ mixed precision it is copied before, which is left out here. One that is sharded
 its shard, state and reduced gradient are those of one of m ranks in place of N. Its copies are larger in that ratio,
 too, which is left out.
 
+Where the states of a unit may be on the host, floor_k is without them, and the unit holds them at every k where they
+are on the device. Temporaries of their update are left out.
+
 Where a unit is a block that may recompute or offload, it saves A_u bytes beyond the fewest that it may save, from where
 forward has left it to where backward comes back: they count as x_u P_u does. floor_k is then the largest moment of
 any choice, without its A_u, and with what any two of the blocks may have in flight to the host.
@@ -129,9 +132,10 @@ class StepMemory:
     """Finds the moment itself by its k, which may take longer than all other questions."""
     node_size: int = 1
     """Ranks of a node, in each of which an hpZ unit leaves P / node_size."""
-    states_bytes: tuple[float, ...] = ()
-    """Bytes of each unit's shard, state and reduced gradient that a rank holds beyond those of ZDP where the unit is
-    sharded in the node, in the order of all units; empty where none may be."""
+    states_bytes: tuple[Mapping[tuple[str, bool], float], ...] = ()
+    """Bytes of each unit's shard, state and reduced gradient, in the order of all units, by the ranks that the unit is
+    sharded over and by whether its states are on the host: beyond those over all ranks, with states on the host where
+    they may be. Empty where neither can differ."""
     exchanged_bytes: Mapping[int, float] = field(default_factory=dict)
     """E of each unit that may move activations, by its position among all units."""
 
@@ -180,8 +184,11 @@ class StepMemory:
         return held.window_bytes + (held.prefix_bytes if place < num_freed else 0.0)
 
     def more_states_bytes(self, unit: int, mode: Treatment) -> float:
-        """Bytes of a unit's shard, state and reduced gradient beyond those over all ranks."""
-        return self.states_bytes[unit] if self.states_bytes and effects_of(mode).sharded_over != "all" else 0.0
+        """Bytes of a unit's shard, state and reduced gradient beyond the least, see `states_bytes`."""
+        if not self.states_bytes:
+            return 0.0
+        effects = effects_of(mode)
+        return self.states_bytes[unit][effects.sharded_over, effects.updates_on_host]
 
     def kept_bytes(self, modes: Sequence[Treatment]) -> list[float]:
         """Bytes that units hold with these modes, one per unit, when the first k are freed, for k = 0, 1, ..."""
@@ -280,16 +287,20 @@ def step_memory(
     *,
     activations: Sequence[str] = (KEEP,),
     moving: Collection[int] = (),
+    hosted: Collection[int] = (),
     engine: FSDP2 = DEFAULT,
     known: MutableMapping[Hashable, LargestMoments] | None = None,
 ) -> StepMemory:
     """Peak of one optimizer step on one rank, for any choice of modes, and of what its blocks may do by `activations`.
 
-    In the step itself all blocks keep what they save. Units at the places ``moving`` move activations in all modes.
-    Largest moments that are ``known`` of the step with other micro-batch sizes are not looked for again; those that are
-    found are added.
+    In the step itself all blocks keep what they save. Units at the places ``moving`` move activations in all modes, and
+    those at ``hosted`` may have their states on the host. Largest moments that are ``known`` of the step with other
+    micro-batch sizes are not looked for again; those that are found are added.
     """
-    least = [STATIONARY if unit in moving else ZDP for unit in range(len(step.units))]
+    least = [
+        STATIONARY if unit in moving else ZDP.but(states="host") if unit in hosted else ZDP
+        for unit in range(len(step.units))
+    ]
     profile, units, samples = step.profile, step.units, step.workload.micro_batch_size
     order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, step.cluster.world_size).units
     saved = [_saved_beyond(units[unit], activations, samples) for unit in order]
@@ -298,7 +309,7 @@ def step_memory(
     largest: dict[int, _Floor] = {}
     for choice in [each for each in activations if any(each in of for of in saved)] or activations[:1]:
         blocks = _all_alike(units, choice, dict(zip(order, saved, strict=True)))
-        key = *key_of_moments(step, engine), tuple(moving), tuple(blocks.items())
+        key = *key_of_moments(step, engine), tuple(least), tuple(blocks.items())
         if key not in known:
             known[key] = _moments_with(step, blocks, least, engine)
         before = list(accumulate((each.get(choice, 0.0) for each in saved), initial=0.0))
@@ -333,9 +344,13 @@ def step_memory(
             if each.exchange is not None and unit not in moving
         },
         states_bytes=_more_states(
-            units, profile.optimizer, (step.cluster.num_ranks("node"), step.cluster.world_size), engine
+            units,
+            profile.optimizer,
+            (step.cluster.num_ranks("node"), step.cluster.world_size),
+            tuple(unit in hosted for unit in range(len(units))),
+            engine,
         )
-        if step.cluster.has_nodes
+        if step.cluster.has_nodes or profile.optimizer.host_s_per_element is not None
         else (),
     )
 
@@ -388,24 +403,40 @@ def _moments_with(step: Step, blocks: Mapping[str, str], modes: Sequence[Treatme
 
 @lru_cache(maxsize=64)
 def _more_states(
-    units: tuple[UnitProfile, ...], optimizer: OptimizerProfile, over: tuple[int, int], engine: FSDP2
-) -> tuple[float, ...]:
+    units: tuple[UnitProfile, ...],
+    optimizer: OptimizerProfile,
+    over: tuple[int, int],
+    hosted: tuple[bool, ...],
+    engine: FSDP2,
+) -> tuple[Mapping[tuple[str, bool], float], ...]:
     """`StepMemory.states_bytes` of each unit, with the ranks of a node and all ranks.
 
     Gradients that micro-batches have scattered in the node alone take the place of the reduced gradient, and may be
     wider.
     """
 
-    def states(unit: UnitProfile, num_shards: int, *, scatters: bool) -> float:
-        layout = engine.layout([unit], optimizer, num_shards)
+    def states(unit: UnitProfile, num_shards: int, *, scatters: bool, on_host: bool) -> float:
+        layout = engine.layout([unit], optimizer, num_shards, on_host=[on_host])
         (size,) = layout.units
         gradient = max(size.reduced, size.scattered) if scatters else size.reduced
         return layout.shards + layout.optimizer_state + gradient
 
     in_node, in_all = over
-    return tuple(
-        max(0.0, states(unit, in_node, scatters=True) - states(unit, in_all, scatters=False)) for unit in units
-    )
+    found = []
+    for unit, may_leave in zip(units, hosted, strict=True):
+        of_all = {is_host: states(unit, in_all, scatters=False, on_host=is_host) for is_host in (False, True)}
+        of_node = {
+            is_host: max(least, states(unit, in_node, scatters=True, on_host=is_host))
+            for is_host, least in of_all.items()
+        }
+        found.append(
+            {
+                (ranks, is_host): num_bytes - of_all[may_leave]
+                for ranks, of_ranks in (("all", of_all), ("node", of_node))
+                for is_host, num_bytes in of_ranks.items()
+            }
+        )
+    return tuple(found)
 
 
 def saved_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:

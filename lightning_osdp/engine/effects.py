@@ -39,6 +39,9 @@ class Effects:
     """True if that part stays from one step to the next, too, and in evaluations: a fit gathers the unit once."""
     exchanges: bool = False
     """True if the unit is never gathered: activations of its operators go to the ranks that hold its shards."""
+    updates_on_host: bool = False
+    """True if states of the optimizer are in memory of the host, which updates the unit's shard: with a copy of the
+    shard and of its gradient, from where the shard is copied back."""
 
     @property
     def is_passed_over(self) -> bool:
@@ -169,6 +172,7 @@ def effects_of(treatment: Treatment) -> Effects:
         reductions=reductions,
         stays=is_resident or (left_over == "one" and "accumulate" in reductions[0]),
         is_resident=is_resident,
+        updates_on_host=treatment["states"] == "host",
     )
 
 

@@ -127,6 +127,7 @@ class FSDP2:
         optimizer: OptimizerProfile,
         shards: int | Sequence[int],
         *,
+        on_host: Sequence[bool] = (),
         rank: int | None = None,
     ) -> Layout:
         """Bytes of units on one rank.
@@ -135,10 +136,16 @@ class FSDP2:
             units: of the model.
             optimizer: its step.
             shards: the number of ranks that all units are sharded over, or that of each.
+            on_host: of each unit, whether its states are on the host; none: nowhere.
             rank: whose bytes; None: for state and temporaries together, those of the rank that has most.
         """
         each = (shards,) * len(units) if isinstance(shards, int) else tuple(shards)
-        return layout(tuple(units), optimizer, each, rank or 0)
+        return layout(tuple(units), optimizer, each, rank or 0, tuple(on_host) or (False,) * len(units))
+
+    def layout_in(self, step: Step, modes: Sequence[Treatment] = (), *, rank: int | None = None) -> Layout:
+        """Bytes of a step's units in these modes; without any, over all ranks and with states on the device."""
+        on_host = [effects_of(mode).updates_on_host for mode in modes]
+        return self.layout(step.units, step.profile.optimizer, num_shards(step, modes), on_host=on_host, rank=rank)
 
     def live_parts(
         self,
@@ -158,13 +165,11 @@ class FSDP2:
             rank: whose bytes; None: those of the rank that holds most.
             is_bound: whether what follows is to hold whatever the modes of other units.
         """
-        shards = num_shards(step, modes)
-        found = self.layout(step.units, step.profile.optimizer, shards, rank=rank)
         return LiveParts(
             step,
             observer,
-            layout=found,
-            shards=shards,
+            layout=self.layout_in(step, modes, rank=rank),
+            shards=num_shards(step, modes),
             resident=[unit for unit, mode in enumerate(modes) if effects_of(mode).is_resident],
             exchanging=[unit for unit, mode in enumerate(modes) if effects_of(mode).exchanges],
             asynchronous_unshard=self.asynchronous_unshard,

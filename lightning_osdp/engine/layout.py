@@ -84,6 +84,8 @@ class Layout:
     optimizer_state: float
     optimizer_temporaries: float
     """Most bytes that the optimizer step allocates and frees."""
+    host: float = 0.0
+    """Memory of the host: states there, and copies of shards and of their gradients; without temporaries of updates."""
 
     @property
     def shards(self) -> float:
@@ -92,17 +94,25 @@ class Layout:
 
 
 @lru_cache(maxsize=256)
-def layout(units: tuple[UnitProfile, ...], optimizer: OptimizerProfile, shards: tuple[int, ...], rank: int) -> Layout:
+def layout(
+    units: tuple[UnitProfile, ...],
+    optimizer: OptimizerProfile,
+    shards: tuple[int, ...],
+    rank: int,
+    on_host: tuple[bool, ...],
+) -> Layout:
     """Bytes of units on one rank; arguments as of `FSDP2.layout`."""
-    owned = [
-        [owned_elements(parameter, number, rank % number) for parameter in unit.parameters]
+    own = [
+        (unit, number, [owned_elements(parameter, number, rank % number) for parameter in unit.parameters])
         for unit, number in zip(units, shards, strict=True)
     ]
-    state, temporaries = optimizer_bytes(units, owned, optimizer, shards)
+    here, there = ([each for each, is_host in zip(own, on_host, strict=True) if is_host is of] for of in (False, True))
+    state, temporaries = optimizer_bytes(here, optimizer)
     return Layout(
         units=tuple(_unit_bytes(unit, number) for unit, number in zip(units, shards, strict=True)),
         optimizer_state=state,
         optimizer_temporaries=temporaries,
+        host=optimizer_bytes(there, optimizer)[0] + sum(2 * _owned_bytes(*each) for each in there),
     )
 
 
@@ -154,15 +164,17 @@ def retaining_bytes(unit: UnitProfile, world_size: int, node_size: int) -> float
 
 
 def optimizer_bytes(
-    units: Sequence[UnitProfile],
-    held: Sequence[Sequence[int]],
-    optimizer: OptimizerProfile,
-    shards: Sequence[int],
+    held: Sequence[tuple[UnitProfile, int, Sequence[int]]], optimizer: OptimizerProfile
 ) -> tuple[float, float]:
-    """State of a rank that holds so many elements of each parameter of each unit, and temporaries of its step."""
+    """State of a rank, and temporaries of its step.
+
+    Args:
+        held: units, the ranks that each is sharded over, and elements of each of its parameters that the rank holds.
+        optimizer: temporaries of its step.
+    """
     state = 0.0
     updated: list[tuple[int, int, float]] = []
-    for unit, held_elements, number in zip(units, held, shards, strict=True):
+    for unit, number, held_elements in held:
         if not unit.parameters:
             state += unit.optimizer_bytes / number
             updated.append((0, len(updated), unit.trainable_bytes / number))
@@ -175,6 +187,14 @@ def optimizer_bytes(
     for group, _, num_bytes in sorted(updated):
         groups.setdefault(group, []).append(num_bytes)
     return state, max((_temporaries(optimizer, sizes) for sizes in groups.values()), default=0.0)
+
+
+def _owned_bytes(unit: UnitProfile, world_size: int, held_elements: Sequence[int]) -> float:
+    """Trained part of a rank's shard, without paddings."""
+    if not unit.parameters:
+        return unit.trainable_bytes / world_size
+    held = zip(unit.parameters, held_elements, strict=True)
+    return float(sum(elements * parameter.itemsize for parameter, elements in held if parameter.is_trainable))
 
 
 def _temporaries(optimizer: OptimizerProfile, sizes: Sequence[float]) -> float:

@@ -63,6 +63,10 @@ class TrainingStep:
 
 
 _OWN_TRAINING = TrainingStep()
+_NOT_ON_HOST = (
+    "all states of optimizers stay on the device: on the host those of torch.optim alone can step that update each"
+    " element by itself, but Adagrad, and without capturable=True or differentiable=True"
+)
 
 
 def profile_model(
@@ -74,6 +78,7 @@ def profile_model(
     activations: Sequence[str] = DEFAULT_ACTIVATIONS,
     blocks: Collection[str] | None = None,
     exchanges: bool = False,
+    on_host: bool = False,
     together: Together = alone,
     progress: Progress = silent,
 ) -> ModelProfile:
@@ -94,6 +99,7 @@ def profile_model(
             class. Modules that are not called exactly once are left out.
         exchanges: whether to follow operators, so that pairs of them are known whose activations can move in place of
             weights. Only a search space that names ``stationary`` among its modes reads them.
+        on_host: whether to time updates on the host, for a search space that names ``host`` among places of states.
         together: runs the step at the same time on all ranks of a job that profile the model; by default this process
             profiles alone.
         progress: called with each stage as it begins, and with the state of the stage.
@@ -139,7 +145,7 @@ def profile_model(
     progress("profiling the optimizer", "")
     with untouched(module):
         optimizer, optimized = profile_optimizers(
-            module, training.optimizers or configured_optimizers, device, rates=rates
+            module, training.optimizers or configured_optimizers, device, rates=rates, on_host=on_host
         )
     crossings = profile_crossings(trace)
     may_be_units = {name for operator in operators for name in (operator.name, *operator.enclosing) if name}
@@ -165,7 +171,12 @@ def profile_model(
         batch_bytes=Affine.proportional(batch_size, bytes_of({*tensors_in(batch), *tensors_in(cast_batch)})),
         notes=tuple(
             note
-            for note in (*trace.notes, note_on_compiled(module, exchanges=exchanges), note_on_device(device, rates))
+            for note in (
+                *trace.notes,
+                note_on_compiled(module, exchanges=exchanges),
+                note_on_device(device, rates),
+                _NOT_ON_HOST if on_host and optimizer.host_s_per_element is None else None,
+            )
             if note
         ),
     )

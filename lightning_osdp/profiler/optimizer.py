@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.optimizers import check_supported, copied, states_of
+from lightning_osdp.optimizers import can_update_on_host, check_supported, copied, may_be_fused, states_of
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.operation_time import OperationRecorder, roofline_s, segment_seconds
@@ -61,11 +61,13 @@ def profile_optimizers(
     device: torch.device,
     *,
     rates: DeviceRates | None = None,
+    on_host: bool = False,
 ) -> tuple[OptimizerProfile, Mapping[nn.Parameter, OptimizedParameter]]:
     """Profile of the step of the optimizers that ``configure`` makes, and their state of each parameter.
 
     The module is not touched: ``configure`` sees a copy whose parameters are on the meta device. The step is timed, or
-    its seconds follow from its operations and ``rates`` of another device.
+    its seconds follow from its operations and ``rates`` of another device. ``on_host`` has it timed on the host, too,
+    where that can be: not by rates, for they are of no host.
 
     Raises:
         ConfigurationError: an optimizer cannot train shards.
@@ -76,6 +78,8 @@ def profile_optimizers(
     for optimizer in optimizers:
         check_supported(optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    on_host = on_host and rates is None and all(map(can_update_on_host, optimizers))
+    host_s = _host_s_per_element(optimizers) if on_host and device.type != "cpu" else None
     if device.type == "cuda" or (rates is not None and rates.is_cuda):
         for group in groups:  # torch's choice on CUDA where the user makes none
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
@@ -89,12 +93,7 @@ def profile_optimizers(
         if twin in places:
             state_bytes = sum(sample.state_bytes(twin) for sample in samples if twin in sample.parameters)
             optimized[original] = OptimizedParameter(state_bytes, *places[twin])
-    small = [_Sample(optimizer, device, partial(_sampled, room=0)) for optimizer in optimizers]
-    fixed = [fit_step(*(sample.elements_and_s(rates) for sample in pair)) for pair in zip(small, samples, strict=True)]
-    # seconds per element of each optimizer are weighted by the elements that it updates
-    sizes = [sum(p.numel() for p in sample.parameters if p.requires_grad) for sample in samples]
-    total_s = sum(s_per_element * size for (_, s_per_element), size in zip(fixed, sizes, strict=True))
-    elements = sum({p: p.numel() for sample in samples for p in sample.parameters if p.requires_grad}.values())
+    fixed_s, s_per_element = _seconds(optimizers, samples, device, rates)
     ratio, pairs = 0.0, set[Pair]()
     for probe in [_Sample(optimizer, device, _two_sizes) for optimizer in optimizers]:
         if probe.updated and is_foreach:
@@ -102,13 +101,40 @@ def profile_optimizers(
         elif probe.updated:
             pairs |= _turn_pairs(probe)
     profile = OptimizerProfile(
-        s_per_element=total_s / elements if elements else 0.0,
-        fixed_s=sum(fixed_s for fixed_s, _ in fixed),
+        s_per_element=s_per_element,
+        host_s_per_element=s_per_element if on_host and device.type == "cpu" else host_s,
+        fixed_s=fixed_s,
         is_foreach=is_foreach,
         temporaries=front(pairs),
         foreach_temporaries=ratio,
     )
     return profile, optimized
+
+
+def _host_s_per_element(optimizers: Sequence[Optimizer]) -> float:
+    """Seconds per element of steps on the host of a GPU, where groups compute in torch's fused way if they may."""
+    host, fused = torch.device("cpu"), [g for each in optimizers for g in each.param_groups if may_be_fused(g)]
+    for group in fused:
+        group["fused"] = True
+    room = _SAMPLE_ELEMENTS[host.type]
+    samples = [_Sample(optimizer, host, partial(_sampled, room=room)) for optimizer in optimizers]
+    _, s_per_element = _seconds(optimizers, samples, host, None)
+    for group in fused:
+        group["fused"] = None
+    return s_per_element
+
+
+def _seconds(
+    optimizers: Sequence[Optimizer], samples: Sequence[_Sample], device: torch.device, rates: DeviceRates | None
+) -> tuple[float, float]:
+    """Fixed seconds of a step of all optimizers, and seconds per element, from these samples and small ones."""
+    small = [_Sample(optimizer, device, partial(_sampled, room=0)) for optimizer in optimizers]
+    fixed = [fit_step(*(sample.elements_and_s(rates) for sample in pair)) for pair in zip(small, samples, strict=True)]
+    # seconds per element of each optimizer are weighted by the elements that it updates
+    sizes = [sum(p.numel() for p in sample.parameters if p.requires_grad) for sample in samples]
+    total_s = sum(s_per_element * size for (_, s_per_element), size in zip(fixed, sizes, strict=True))
+    elements = sum({p: p.numel() for sample in samples for p in sample.parameters if p.requires_grad}.values())
+    return sum(fixed_s for fixed_s, _ in fixed), total_s / elements if elements else 0.0
 
 
 def _copied(module: nn.Module, twins: Mapping[nn.Parameter, Tensor]) -> nn.Module:

@@ -46,7 +46,7 @@ def group_equal(units: Sequence[Unit]) -> list[list[Unit]]:
     for unit in units:
         operators = (unit.name == "", unit.kind, unit.parameter_bytes, unit.num_slices)
         exchange = unit.exchange if effects_of(unit.treatments[0]).exchanges else ""
-        treatment = (tuple(sorted(unit.modes)), unit.sync, exchange)
+        treatment = (tuple(sorted(map(repr, unit.treatments))), exchange)
         equal.setdefault(operators, {}).setdefault(treatment, []).append(unit)
     return [group for treatments in equal.values() for group in treatments.values()]
 
@@ -96,6 +96,23 @@ def name_treatment(unit: Unit) -> str:
 
 def explain(units: Sequence[Unit], plan: Plan) -> str:
     """Why one of these equal units is treated as it is: what keeping it gathered saves, and what it takes."""
+    return _explain_mode(units, plan) + _explain_host(units)
+
+
+def _explain_host(units: Sequence[Unit]) -> str:
+    """Why the host updates one of these units, as far as that is predicted; empty where the device does."""
+    if not any(effects_of(each).updates_on_host for each in units[0].treatments):
+        return ""
+    if not units[0].menu:
+        return "; the host updates it"
+    differences = [unit.cost().beyond(unit.treated(states="device").cost()) for unit in units]
+    saved = format_span([-each.num_bytes for each in differences], format_bytes)
+    return (
+        f"; the host updates it: {saved} less for {format_span([each.seconds for each in differences], format_seconds)}"
+    )
+
+
+def _explain_mode(units: Sequence[Unit], plan: Plan) -> str:
     unit = units[0]
     if plan.world_size == 1:
         return ONE_RANK

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from lightning_osdp.assign import Setting
+from lightning_osdp.assign import Assignment, Setting
 from lightning_osdp.core.batch_policy import largest_fitting
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
 from lightning_osdp.cost import PeakMemory, Workload
+from lightning_osdp.engine import effects_of
+from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.scheduler.sweep import Sweep
+
+_WORTH_TELLING = 0.9
+"""Share of the bytes below which it is told what would need fewer."""
 
 _MOST_MICRO_BATCHES = 2**16
 """Micro-batches of a step that is proposed, at most."""
@@ -51,9 +56,22 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int) -> str:
         f"No plan fits: the limit is {format_bytes(memory_limit_bytes)} per rank, and a micro-batch of"
         f" {micro_batch_size} on {ranks} {'rank' if ranks == 1 else 'ranks'} needs at least"
         f" {format_bytes(peak.peak_bytes)} ({where}: {parts}). Largest contributors: {listed}."
-        f" Nearest remedy: {remedy}.{_saving_less(setting, peak, sweep)}"
+        f" Nearest remedy: {remedy}.{_saving_less(setting, peak, sweep)}{_on_host(setting, peak)}"
         + "".join(f" Note: {note}." for note in setting.profile.notes)
     )
+
+
+def check_host(assignment: Assignment) -> None:
+    """Raises an `InfeasibleError` if the host lacks the memory for what an assignment has there."""
+    setting = assignment.setting
+    needed_bytes = setting.bytes_engine.layout_in(setting, assignment.modes).host
+    free_bytes = setting.cluster.host_memory_bytes
+    if free_bytes is not None and needed_bytes > free_bytes:
+        raise InfeasibleError(
+            "No plan fits: with as many optimizer states on the host as the memory limit asks for, a rank needs"
+            f" {format_bytes(needed_bytes)} of its memory, of which {format_bytes(free_bytes)} are free for each rank."
+            " Use smaller micro-batches or more ranks, or free memory of the host."
+        )
 
 
 def _divided(sweep: Sweep, workload: Workload) -> Workload | None:
@@ -85,6 +103,24 @@ def _saving_less(setting: Setting, peak: PeakMemory, sweep: Sweep) -> str:
     if needed_bytes >= peak.peak_bytes:
         return " Activations dominate."
     return f" Activations dominate; {how}, with which {format_bytes(needed_bytes)} are needed."
+
+
+def _on_host(setting: Setting, peak: PeakMemory) -> str:
+    """Sentence on what states on the host would leave; empty where they may be there, or would hardly matter."""
+    if setting.is_paper or any(effects_of(mode).updates_on_host for mode in setting.modes):
+        return ""
+    profile = dataclasses.replace(
+        setting.profile, optimizer=dataclasses.replace(setting.profile.optimizer, host_s_per_element=0.0)
+    )
+    modes = tuple(mode.but(states=place) for mode in setting.modes for place in ("host", "device"))
+    offering = dataclasses.replace(setting, profile=profile, modes=modes)
+    needed_bytes = offering.costs.exact_peak(offering.costs.least_memory_modes).peak_bytes
+    if needed_bytes > _WORTH_TELLING * peak.peak_bytes:
+        return ""
+    return (
+        f" With optimizer states on the host {format_bytes(needed_bytes)} are needed:"
+        " SearchSpace(states=('device', 'host'))."
+    )
 
 
 def _more_ranks(setting: Setting, memory_limit_bytes: int) -> str:

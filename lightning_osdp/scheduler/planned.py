@@ -14,10 +14,11 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, ModelProfile, in_chunks
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.core.units import SMALL_UNIT_BYTES, UnitProfile
 from lightning_osdp.cost import block_s, evaluation_peak, exact_peak, exchanged_bytes
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
-from lightning_osdp.engine import freed_bytes, leaving_order
+from lightning_osdp.engine import effects_of, freed_bytes, leaving_order
 from lightning_osdp.simulation import planned_step
 
 MAX_SIMULATED_UNITS = 200_000
@@ -77,7 +78,17 @@ def plan_of(
         peak_operator=assignment.peak.operator,
         peak_parts=dict(assignment.peak.parts),
         evaluation_peak_bytes=math.ceil(evaluation_peak(setting, assignment.modes, engine=setting.bytes_engine)),
-        notes=tuple(filter(None, (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, space)))),
+        notes=tuple(
+            filter(
+                None,
+                (
+                    *setting.profile.notes,
+                    assignment.note,
+                    _held_by_root(setting.profile, space),
+                    _updated_on_host(setting, assignment.modes),
+                ),
+            )
+        ),
         **searched,
     )
     return plan if setting.is_paper else dataclasses.replace(plan, loss_bytes=_loss_bytes(plan, setting))
@@ -196,6 +207,24 @@ def _recomputing(setting: Setting, block: BlockProfile, now: str) -> Block:
         recomputing,
         frees_bytes=max(0, recomputing.frees_bytes - planned.frees_bytes),
         costs_s=max(0.0, recomputing.costs_s - planned.costs_s),
+    )
+
+
+def _updated_on_host(setting: Setting, modes: Modes) -> str:
+    """Note on units that the host updates; empty where there are none."""
+    hosted = [unit for unit, mode in enumerate(modes) if effects_of(mode).updates_on_host]
+    if not hosted:
+        return ""
+    on_device = [mode.but(states="device") for mode in modes]
+    ours, without = (setting.bytes_engine.layout_in(setting, each) for each in (modes, on_device))
+    own_s, device_s = (
+        sum(setting.costs.unit_s(setting.units[unit], each[unit]) for unit in hosted) for each in (modes, on_device)
+    )
+    return (
+        f"the host updates {len(hosted)} of {sum(unit.gradient_bytes > 0 for unit in setting.units)} units:"
+        f" {format_bytes(round(without.optimizer_state - ours.optimizer_state))} of states per rank are in its memory,"
+        f" of which a rank needs {format_bytes(round(ours.host))} with copies of shards and gradients, and a step takes"
+        f" {format_seconds(own_s - device_s)} more"
     )
 
 

@@ -19,7 +19,7 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.engine import AUTO, FSDP2, engine_of
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.competition import Competition
-from lightning_osdp.scheduler.infeasible import why_infeasible
+from lightning_osdp.scheduler.infeasible import check_host, why_infeasible
 from lightning_osdp.scheduler.planned import plan_of
 from lightning_osdp.scheduler.structures import Bound
 from lightning_osdp.scheduler.sweep import Candidate, Sweep
@@ -101,7 +101,7 @@ def make_plan(
         units=partition(profile, min_unit_bytes=space.min_unit_bytes),
         cluster=cluster,
         workload=policy.workload(smallest),
-        modes=modes_of(space.modes, space.sync),
+        modes=modes_of(space.modes, space.sync, space.states),
         engine=engine,
         cost_model=method.cost_model,
     )
@@ -122,6 +122,7 @@ def make_plan(
     best = sweep.best()
     if best is None:
         raise InfeasibleError(why_infeasible(sweep, smallest))
+    check_host(best.assignment)
     return _plan(best, sweep, sweep.most_samples_per_s)
 
 
@@ -175,7 +176,7 @@ def planned_setting(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tupl
         units=step.units,
         cluster=cluster,
         workload=step.workload,
-        modes=modes_of(plan.search_space.modes, plan.search_space.sync),
+        modes=modes_of(plan.search_space.modes, plan.search_space.sync, plan.search_space.states),
         engine=engine_of(plan),
         cost_model=plan.cost_model,
         decided=Decided(

@@ -10,7 +10,7 @@ from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import grouped
 from lightning_osdp.cost import Workload
-from lightning_osdp.engine import engine_of, with_activations
+from lightning_osdp.engine import effects_of, engine_of, with_activations
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.simulation.step import StepEstimate, simulate_step
 
@@ -35,10 +35,11 @@ def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[S
     """The step that a plan is for, with blocks and slices as planned, and the modes of its units.
 
     Raises:
-        ConfigurationError: an operator has more slices than it can have, a block does what was not profiled, or a unit
-            has operators that the model has not.
+        ConfigurationError: an operator has more slices than it can have, a block does what was not profiled, a unit has
+            operators that the model has not, or is updated on the host, which was not profiled.
     """
     _check_names(plan, profile)
+    _check_host(plan, profile)
     profile = with_activations(profile, planned_activations(plan, profile))
     num_slices = {unit.name: unit.num_slices for unit in plan.units}
     profile = split_operators(profile, num_slices, slice_s=cluster.slice_s)
@@ -71,6 +72,18 @@ def planned_activations(plan: Plan, profile: ModelProfile) -> dict[str, str]:
             )
         found[block.name] = known[block.kept] if block.kept else block.activations
     return found
+
+
+def _check_host(plan: Plan, profile: ModelProfile) -> None:
+    if profile.optimizer.host_s_per_element is not None:
+        return
+    hosted = [unit.name for unit in plan.units if any(effects_of(each).updates_on_host for each in unit.treatments)]
+    if hosted:
+        raise ConfigurationError(
+            "Expected a profile with the seconds of updates on the host, for a plan in which the host updates unit"
+            f" {hosted[0]!r}, got one without. Profile with on_host=True, which"
+            ' OSDPStrategy(search_space=SearchSpace(states=("device", "host"))) does.'
+        )
 
 
 def _check_names(plan: Plan, profile: ModelProfile) -> None:

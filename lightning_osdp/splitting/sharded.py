@@ -134,6 +134,10 @@ def gathered(shards: Any) -> Tensor:
     buffers.
     """
     whole: Tensor
+    mesh = shards.device_mesh
+    if shards.device.type != mesh.device_type:  # a state on the host
+        rows, shape, stride = shards.to_local(), shards.shape, shards.stride()
+        shards = DTensor.from_local(rows, mesh, shards.placements, shape=shape, stride=stride)
     cut = cut_of(shards)
     if cut is None or cut[1]:
         whole = shards.full_tensor().clone()  # full_tensor() may be a view of the shard

@@ -37,7 +37,8 @@ _PLANNED = {
     "auto_wrap_policy": "the plan's units say what is sharded together; pass a plan of your own with plan=",
     "device_mesh": "the plan shards over all ranks",
     "process_group": "the plan shards over all ranks",
-    "cpu_offload": "plans keep all states on the device; leave it out, a lower memory_limit shards more",
+    "cpu_offload": "search_space=SearchSpace(states=('device', 'host')) has the plan keep optimizer states on the host"
+    " as far as memory_limit asks for it",
     "ignored_modules": "the plan covers every parameter",
     "ignored_states": "the plan covers every parameter",
     "device_id": "the strategy uses each rank's own device",

@@ -16,7 +16,7 @@ def test_every_axis_of_units_has_an_applier():
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (None, ZDP, ["moves", "home", "keep", "reduce"]),
+        (None, ZDP, ["moves", "home", "keep", "reduce", "states"]),
         (ZDP, ZDP, []),
         (ZDP, DP, ["keep"]),
         (DP, ZDP.but(reduce="last"), ["keep", "reduce"]),

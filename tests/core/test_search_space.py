@@ -52,6 +52,7 @@ def test_negative_bytes_are_refused():
         ("slices", (1, 2.5)),
         ("slices", (1, True)),
         ("activations", [["keep"]]),
+        ("states", "host"),
         ("min_unit_bytes", "64KiB"),
         ("min_unit_bytes", float("nan")),
         ("share_units", "no"),
@@ -69,3 +70,11 @@ def test_only_what_is_sharded_in_the_node_synchronises_there(modes):
     with pytest.raises(ConfigurationError, match="HSDP and HDP"):
         SearchSpace(modes=modes, sync=("node",))
     assert SearchSpace(modes=(*modes, "HDP"), sync=("node",)).sync == ("node",)
+
+
+def test_a_plan_may_leave_states_on_the_device():
+    assert (SearchSpace().states, SearchSpace(states=["device", "host"]).states) == (("device",), ("device", "host"))
+    with pytest.raises(
+        ConfigurationError, match=r"must have 'device' among them, got \('host',\): the host updates as"
+    ):
+        SearchSpace(states=("host",))

@@ -54,6 +54,39 @@ def test_state_bytes_are_those_of_as_many_copies_of_the_parameter(make, states):
     assert profile.fixed_s > 0
 
 
+@pytest.mark.parametrize(
+    ("make", "can"),
+    [
+        (AdamW, True),
+        (lambda p: SGD(p, lr=0.1, momentum=0.9), True),
+        (Adagrad, False),
+        (Adafactor, False),
+    ],
+)
+def test_updates_on_the_host_are_profiled_where_it_can_make_them(make, can):
+    module = model()
+
+    def found(**options):
+        return profile_optimizers(module, lambda m: [make(m.parameters())], CPU, **options)[0]
+
+    assert found().host_s_per_element is None
+    profile = found(on_host=True)
+    assert profile.host_s_per_element == (profile.s_per_element if can else None)
+    assert (
+        found(on_host=True, rates=DeviceRates(flops_per_s={"float32": 1e9}, bytes_per_s=1e9)).host_s_per_element is None
+    )
+
+
+def test_the_host_of_a_gpu_steps_fused_where_the_user_leaves_that_to_torch(monkeypatch):
+    parameters = [nn.Parameter(torch.zeros(4, 2, device="meta"))]
+    made = [AdamW(parameters), AdamW(parameters, foreach=False)]
+    seen = []
+    monkeypatch.setattr(optimizer, "fastest_s", lambda step, *_, **__: seen.append(step.__self__.optimizer) or 1.0)
+    optimizer._host_s_per_element(made)
+    assert [each.param_groups[0]["fused"] for each in seen] == [True, True, None, None]
+    assert [each.param_groups[0]["fused"] for each in made] == [None, None]
+
+
 class Averaging(Optimizer):
     """Steps of another optimizer, and an average of its own after some; does not call torch's constructor."""
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_osdp.core.axes import Treatment, named
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Option, Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.report.sentences import (
@@ -90,6 +90,7 @@ def test_equal_units_come_together_and_other_modes_of_the_same_operators_next():
         {"treatments": named("DP")},
         {"treatments": named("ZDP", "ZDP")},
         {"treatments": named("ZDP", reduce="last")},
+        {"treatments": (Treatment(states="host"),)},
         {"parameter_bytes": 1},
         {"name": ""},
     ],
@@ -212,6 +213,17 @@ def test_values_that_read_differently_are_given_as_a_range(values, form, text):
 )
 def test_the_reason_is_what_keeping_saves_and_takes(unit, plan, sentence):
     assert explain([unit], plan) == sentence
+
+
+def test_the_reason_tells_what_the_host_updates():
+    more = [Option(treatment=each.treatment.but(states="host"), more_s=each.more_s + 2e-3) for each in LINEAR.menu]
+    device = [dataclasses.replace(each, more_bytes=each.more_bytes + 16 * MIB) for each in LINEAR.menu]
+    hosted = dataclasses.replace(LINEAR.treated(states="host"), menu=(*device, *more))
+    assert name_treatment(hosted) == "ZDP\nstates host"
+    told = "; the host updates it: 16.0 MiB less for 2.00 ms"
+    assert explain([hosted], PLAN).endswith(told)
+    one = [ROOT.treated(states="host"), hosted, LINEAR]
+    assert [explain([unit], ONE_RANK).partition("; ")[2] for unit in one] == ["the host updates it", told[2:], ""]
 
 
 def test_the_reason_of_unequal_measurements_is_a_range():

@@ -20,6 +20,7 @@ from lightning_osdp.simulation import simulate
 from tests.plans import keeping, waiting
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
+ON_HOST = SearchSpace(min_unit_bytes=0, states=("device", "host"))
 
 
 def plan(profile, cluster, **options):
@@ -114,6 +115,7 @@ def test_where_fewer_samples_fit_the_error_says_how_many(uneven, cluster):
         " Nearest remedy: micro-batches of 3 fit: OSDPStrategy(batch_size=3) with"
         " Trainer(accumulate_grad_batches=2) keeps the global batch."
         " Activations dominate; name modules that may recompute them: activation_checkpointing_policy={Block}."
+        " With optimizer states on the host 584 B are needed: SearchSpace(states=('device', 'host'))."
     )
 
 
@@ -142,13 +144,28 @@ def test_where_not_even_one_sample_fits_the_error_says_what_would_help(uneven, c
         " unsharded gradients 350 B)."
         " Largest contributors: large (300 B), c (83 B), a (3 B)."
         " Nearest remedy: raise memory_limit to '506 B', or use 4 ranks."
+        " With optimizer states on the host 403 B are needed: SearchSpace(states=('device', 'host'))."
     )
+    timed = dataclasses.replace(uneven, optimizer=dataclasses.replace(uneven.optimizer, host_s_per_element=1.0))
+    hosted = plan(timed, cluster(2), micro_batch_size=1, memory_limit_bytes=410, search_space=ON_HOST)
+    assert [unit.name for unit in hosted.units if unit.treatments[0]["states"] == "host"] == ["large", "a", "b", "c"]
+    assert hosted.peak_bytes == 403
+    # states, and copies of shards and of their gradients
+    for free_bytes in (206, 205):
+        free = dataclasses.replace(cluster(2), host_memory_bytes=free_bytes)
+        refused = (
+            contextlib.nullcontext() if free_bytes == 206 else pytest.raises(InfeasibleError, match="206 B of its mem")
+        )
+        with refused:
+            plan(timed, free, micro_batch_size=1, memory_limit_bytes=410, search_space=ON_HOST)
+    with pytest.raises(InfeasibleError, match=r"needs at least 403 B .* Nearest remedy: [^.]*\.$"):
+        plan(timed, cluster(2), micro_batch_size=1, memory_limit_bytes=400, search_space=ON_HOST)
     plan(uneven, cluster(2), micro_batch_size=1, memory_limit_bytes=506)
     plan(uneven, cluster(4), micro_batch_size=1, memory_limit_bytes=410)
 
 
 def test_more_ranks_are_no_remedy_for_what_is_not_sharded(uneven, cluster):
-    with pytest.raises(InfeasibleError, match=r"raise memory_limit to '506 B'\.$"):
+    with pytest.raises(InfeasibleError, match=r"raise memory_limit to '506 B'\. With"):
         plan(uneven, cluster(2), micro_batch_size=1, memory_limit_bytes=300)  # one gradient three times
 
 
@@ -162,6 +179,7 @@ def test_on_one_rank_the_error_speaks_of_one_rank_and_the_root_is_named(model, o
         " gathered parameters 100 B)."
         " Largest contributors: the root unit (500 B)."
         " Nearest remedy: raise memory_limit to '500 B'."
+        " With optimizer states on the host 300 B are needed: SearchSpace(states=('device', 'host'))."
     )
 
 

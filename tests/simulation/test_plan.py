@@ -83,3 +83,12 @@ def test_modules_in_one_unit_are_gathered_from_the_first_to_the_last(model, oper
     apart = dataclasses.replace(ends, modules=())
     step, _ = planned_step(dataclasses.replace(plan, units=(root, apart, middle)), profile, cluster(2))
     assert [unit.calls for unit in step.units] == [((0, 3),), ((0, 0),), ((1, 1),)]
+
+
+def test_a_plan_with_states_on_the_host_needs_the_seconds_of_updates_there(profile, cluster):
+    plan = make_plan(profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=3)
+    hosted = dataclasses.replace(plan, units=(plan.units[0], plan.units[1].treated(states="host"), *plan.units[2:]))
+    with pytest.raises(ConfigurationError, match=r"in which the host updates unit 'h\.0\.m0', got one without"):
+        simulate(hosted, profile, cluster(2))
+    timed = dataclasses.replace(profile, optimizer=dataclasses.replace(profile.optimizer, host_s_per_element=0.5))
+    assert simulate(hosted, timed, cluster(2)).time_s == pytest.approx(simulate(plan, profile, cluster(2)).time_s + 25)

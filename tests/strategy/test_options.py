@@ -83,7 +83,7 @@ def test_options_that_cannot_be_used_are_refused(given, text):
         ("sharding_strategy", "SHARD_GRAD_OP", "search_space=SearchSpace(modes=...)"),
         ("auto_wrap_policy", {torch.nn.Linear}, "pass a plan of your own with plan="),
         ("device_mesh", (1, 2), "shards over all ranks"),
-        ("cpu_offload", True, "a lower memory_limit shards more"),
+        ("cpu_offload", True, "SearchSpace(states=('device', 'host')) has the plan keep"),
         ("ignored_modules", [torch.nn.Linear(1, 1)], "covers every parameter"),
         ("ignored_states", torch.ones(3), "covers every parameter"),
     ],

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_osdp.errors import ConfigurationError
 
@@ -218,6 +219,15 @@ def of_rows(rows: Tensor, like: DTensor) -> DTensor:
     """DTensor made of the rows of each rank, with the layout of another DTensor."""
     mesh, placements = like.device_mesh, like.placements
     found: DTensor = DTensor.from_local(rows, mesh, placements, shape=like.shape, stride=like.stride())
+    return found
+
+
+def of_rows_there(rows: Tensor, like: DTensor) -> DTensor:
+    """DTensor likewise, whose rows stay on their device: `of_rows` moves them to that of the mesh."""
+    meta = TensorMeta(like.shape, like.stride(), rows.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    make: Any = DTensor
+    found: DTensor = make(rows, spec, requires_grad=False)
     return found
 
 

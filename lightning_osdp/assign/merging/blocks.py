@@ -95,7 +95,8 @@ class LeastSeconds:
         self._update_s = 0.0 if setting.is_paper else optimizer_s(profile, cluster)
         self._blocks = Counter(self._ways(block, choices) for block in blocks)
         """Number of blocks that have these ways."""
-        sharded = sum(operator.parameter_bytes + operator.optimizer_bytes for operator in profile)
+        hosted = bool(setting.costs.hosted)  # then units that have states on the device hold them
+        sharded = sum(each.parameter_bytes + (0 if hosted else each.optimizer_bytes) for each in profile)
         left = Affine(memory_limit_bytes - profile.buffer_bytes - sharded / cluster.world_size)
         self._left_bytes = left - profile.batch_bytes - profile.saved_bytes
         for crossing in profile.crossings:  # what several blocks save is there once
@@ -130,8 +131,8 @@ class LeastSeconds:
         setting, costs = self._setting, self._setting.costs
         apart = apart_s(1, cluster=setting.cluster, workload=setting.workload)
         for place, (unit, options) in enumerate(zip(setting.units, costs.options, strict=True)):
-            if unit.is_root and setting.cluster.has_nodes:
-                continue  # it may be sharded in the node, whatever is offered
+            if unit.is_root and (setting.cluster.has_nodes or place in costs.hosted):
+                continue  # it may be sharded in the node, or have its states on the device, whatever is offered
             ways = []
             for mode in options:
                 seconds = max(0.0, costs.unit_s(unit, mode, "communication", "overhead") - apart)

@@ -139,7 +139,7 @@ def in_other_units(
     (other,) = found
     subjects = (subject_of(unit, other, other.engine) for unit in other.units)
     return other, tuple(
-        DP if unit.is_root else by_name[unit.name].within(subject)
+        (DP.but(states=by_name[""]["states"]) if unit.is_root else by_name[unit.name]).within(subject)
         for unit, subject in zip(other.units, subjects, strict=True)
     )
 

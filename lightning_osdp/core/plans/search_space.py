@@ -10,6 +10,7 @@ from lightning_osdp.core.axes import (
     DEFAULT_ACTIVATIONS,
     NAMED_MODES,
     SELECTIVE,
+    STATES_CHOICES,
     STATIONARY,
     SYNC_CHOICES,
     modes_of,
@@ -36,6 +37,9 @@ class SearchSpace:
     sync: tuple[str, ...] = SYNC_CHOICES
     """Micro-batches that may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""
+    states: tuple[str, ...] = STATES_CHOICES[:1]
+    """Places of what the optimizer keeps of a unit; ``device`` is always among them. ``host``, which is offered only
+    where it is named, has the host update the unit: for models that do not fit else."""
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""
     activations: tuple[str, ...] = DEFAULT_ACTIVATIONS
@@ -51,6 +55,7 @@ class SearchSpace:
         for name, given, choices in (
             ("modes", self.modes, tuple(NAMED_MODES)),
             ("sync", self.sync, SYNC_CHOICES),
+            ("states", self.states, STATES_CHOICES),
             ("activations", self.activations, (*ACTIVATION_CHOICES, SELECTIVE)),
         ):
             members = _members(given)
@@ -66,6 +71,11 @@ class SearchSpace:
                 f"SearchSpace(activations=...) must have 'keep' among them, got {self.activations!r}. To have blocks"
                 " recompute whatever it costs, use activation_checkpointing_policy."
             )
+        if "device" not in self.states:
+            raise ConfigurationError(
+                f"SearchSpace(states=...) must have 'device' among them, got {self.states!r}: the host updates as much"
+                " as the memory limit asks for. Lower memory_limit to have more there."
+            )
         slices = _members(self.slices)
         if 1 not in slices or not all(_is_whole(number, least=1) for number in slices):
             raise ConfigurationError(
@@ -78,7 +88,13 @@ class SearchSpace:
             )
         if not isinstance(self.share_units, bool):
             raise ConfigurationError(f"SearchSpace(share_units=...) must be True or False, got {self.share_units!r}.")
-        for name in ("modes", "sync", "slices", "activations"):  # plans cannot store the lists and sets that users give
+        for name in (
+            "modes",
+            "sync",
+            "states",
+            "slices",
+            "activations",
+        ):  # plans cannot store the lists and sets that users give
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property

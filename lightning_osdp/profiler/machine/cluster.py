@@ -15,7 +15,11 @@ import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Cluster, Contention, Link, Links
 from lightning_osdp.profiler.live_tensors import LiveBytes
-from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes, library_workspace_bytes
+from lightning_osdp.profiler.machine.memory import (
+    available_host_bytes,
+    default_memory_limit_bytes,
+    library_workspace_bytes,
+)
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_s, fastest_together_s, synchronize
 from lightning_osdp.profiler.machine.unit_overhead import measure_call_s, measure_slice_s, measure_unit_overhead
 from lightning_osdp.reduce_scatter import is_by_gloo, scatter
@@ -80,7 +84,9 @@ def measure_cluster(
         limit_bytes = default_memory_limit_bytes(
             device, local_ranks=local_ranks, planned_bytes=model_bytes + workspace_bytes
         )
+        host_bytes = available_host_bytes() // local_ranks
         if cluster.world_size > 1:
+            host_bytes = int(_over_ranks(host_bytes, dist.ReduceOp.MIN, device))
             copy_s = _over_ranks(copy_s, dist.ReduceOp.MAX, device)
             workspace_bytes = int(_over_ranks(workspace_bytes, dist.ReduceOp.MAX, device))
             limit_bytes = int(_over_ranks(limit_bytes, dist.ReduceOp.MIN, device))
@@ -90,6 +96,7 @@ def measure_cluster(
             host_copies_overlap=device.type == "cuda",
             library_workspace_bytes=workspace_bytes,
             memory_bytes=limit_bytes,
+            host_memory_bytes=host_bytes,
         )
 
 

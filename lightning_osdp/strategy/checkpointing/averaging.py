@@ -22,6 +22,8 @@ from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile
 from lightning_osdp.errors import ConfigurationError
 
+_STAY = ("all states of optimizers stay on the device, where the average of weights is",)
+
 
 def check_averaging(trainer: pl.Trainer, state_dict_type: str) -> None:
     """Raises a ConfigurationError unless the Trainer's averages can be made of shards."""
@@ -40,13 +42,18 @@ def check_averaging(trainer: pl.Trainer, state_dict_type: str) -> None:
 
 
 def with_averages(profile: ModelProfile, trainer: pl.Trainer, device: torch.device) -> ModelProfile:
-    """Adds averages that are kept on the device to a profile: they stay between steps, as optimizer states do."""
+    """Adds averages that are kept on the device to a profile: they stay between steps, as optimizer states do.
+
+    States then stay there, too: they are not told from averages.
+    """
     for callback in callbacks_of(trainer, WeightAveraging):
         if _device_of(callback, device).type == device.type:
             profile = dataclasses.replace(
                 profile,
                 operators=tuple(_with_average(operator) for operator in profile.operators),
                 buffer_bytes=2 * profile.buffer_bytes,  # the average has a copy of each buffer
+                optimizer=dataclasses.replace(profile.optimizer, host_s_per_element=None),
+                notes=(*profile.notes, *(_STAY if profile.optimizer.host_s_per_element is not None else ())),
             )
     return profile
 

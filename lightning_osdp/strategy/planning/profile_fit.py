@@ -274,6 +274,7 @@ class FitProfiler:
                 activations=("keep",) if options.cost_model == "paper" else activations,
                 blocks=options.recomputed or None,
                 exchanges=STATIONARY.name in options.search_space.modes,
+                on_host="host" in options.search_space.states,
                 together=in_step,
                 progress=self._progress,
             )

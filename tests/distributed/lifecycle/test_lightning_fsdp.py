@@ -502,7 +502,11 @@ def test_modules_may_be_made_by_the_trainer_without_a_warning():
         ("process_group", [(mock.Mock(), mock.Mock())], "the plan shards over all ranks"),
         ("device_mesh", [mock.Mock(), (2, 2)], "the plan shards over all ranks"),
         ("auto_wrap_policy", POLICIES, "the plan's units say what is sharded together"),
-        ("cpu_offload", [True, CPUOffload(offload_params=True), CPUOffload()], "plans keep all states on the device"),
+        (
+            "cpu_offload",
+            [True, CPUOffload(offload_params=True), CPUOffload()],
+            "has the plan keep optimizer states on the host",
+        ),
         ("use_orig_params", [False], "needs use_orig_params=True"),
         ("state_dict_type", ["invalid", None], "must be one of"),
     ],

@@ -87,6 +87,15 @@ def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micr
     return dataclasses.replace(plan, units=tuple(units))
 
 
+def hosted(plan, number=2):
+    """The plan with states of every so many-th unit on the host, of those in which something is trained."""
+    units = [
+        unit.treated(states="host") if index % number == 0 and unit.gradient_bytes != 0 else unit
+        for index, unit in enumerate(plan.units)
+    ]
+    return dataclasses.replace(plan, units=tuple(units))
+
+
 def trainer(strategy, **options):
     """A quiet Trainer on this pool's ranks."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

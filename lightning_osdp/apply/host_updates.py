@@ -1,0 +1,133 @@
+"""Rows of shards in memory of the host, where an optimizer keeps what it has of them, and updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_osdp.apply.internals import dtensors
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.optimizers import can_update_on_host, may_be_fused, states_of
+
+
+class Stepped(NamedTuple):
+    """A parameter, and plain tensors with which an optimizer computes in its place."""
+
+    parameter: DTensor
+    rows: Tensor
+    gradient: Tensor
+
+
+class HostRows:
+    """Copies, on the host, of this rank's rows of some parameters and of their gradients.
+
+    Copies are made anew in each step, for anybody may have written to the parameters since. On a GPU they are in pinned
+    memory. On CPU, memory of the host is that of the device: rows are copied all the same, and callers see to it that
+    nobody counts them as the device's. [Unvalidated on CUDA: run on CPU alone.]
+
+    Args:
+        parameters: shards whose states are on the host.
+        device: of the shards.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], device: torch.device) -> None:
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._device = device
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def holds(self, parameter: object) -> bool:
+        """True if the host updates a parameter."""
+        return id(parameter) in self._parameters
+
+    def held_in(self, optimizer: Optimizer) -> dict[int, Tensor]:
+        """Parameters of an optimizer that the host updates, by id, in the order of its groups."""
+        if not self._parameters:
+            return {}
+        return {id(each): each for group in optimizer.param_groups for each in group["params"] if self.holds(each)}
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raises a `ConfigurationError` if the host cannot take the steps of an optimizer that the plan has it take."""
+        if self.held_in(optimizer) and not can_update_on_host(optimizer):
+            raise ConfigurationError(
+                "Expected an optimizer of torch.optim that updates each element by itself, without capturable=True or"
+                " differentiable=True, and not Adagrad, for a plan with states on the host, got"
+                f" {type(optimizer).__name__}. Use such an optimizer as AdamW, or plan without 'host' in"
+                " SearchSpace(states=...)."
+            )
+
+    def take(self, pairs: Sequence[tuple[DTensor, DTensor]]) -> list[Stepped]:
+        """Copies rows of parameters, and of their gradients, to the host; returns when all are there."""
+        stepped = []
+        for parameter, gradient in pairs:
+            of_device = dtensors.local(parameter), dtensors.local(gradient)
+            if id(parameter) not in self._copies:
+                rows, gradient_rows = (
+                    torch.empty_like(each, device="cpu", pin_memory=self._device.type == "cuda") for each in of_device
+                )
+                self._copies[id(parameter)] = rows, gradient_rows
+            copies = self._copies[id(parameter)]
+            for copy, of in zip(copies, of_device, strict=True):
+                copy.copy_(of, non_blocking=True)
+            stepped.append(Stepped(parameter, *copies))
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return stepped
+
+    def give_back(self, stepped: Iterable[Stepped]) -> None:
+        """Copies rows back to the device, where all that is computed later finds them."""
+        for each in stepped:
+            dtensors.local(each.parameter).copy_(each.rows, non_blocking=True)
+
+    @contextmanager
+    def fused(self, optimizer: Optimizer) -> Iterator[None]:
+        """Has groups compute in torch's fused way for the host where torch would choose on a GPU, within the context.
+
+        On the host torch's own choice is a loop over parameters.
+        """
+        chosen = [group for group in optimizer.param_groups if self._device.type != "cpu" and may_be_fused(group)]
+        for group in chosen:
+            group["fused"] = True
+        try:
+            yield
+        finally:
+            for group in chosen:
+                group["fused"] = None
+
+    @contextmanager
+    def loading(self, optimizer: Optimizer) -> Iterator[None]:
+        """Has ``load_state_dict`` of an optimizer leave states on the host where they are to be, within the context.
+
+        The optimizer would move each state to the device of its parameter.
+        """
+        kept = [group["params"] for group in optimizer.param_groups]
+        stand_ins = {key: torch.empty(0, dtype=each.dtype) for key, each in self.held_in(optimizer).items()}
+        if not stand_ins:
+            yield
+            return
+        for group, parameters in zip(optimizer.param_groups, kept, strict=True):
+            group["params"] = [stand_ins.get(id(each), each) for each in parameters]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(optimizer.param_groups, kept, strict=True):
+                group["params"] = parameters
+            for key, stand_in in stand_ins.items():  # in one order on all ranks, which gather states in it
+                if stand_in in optimizer.state:
+                    optimizer.state[self._parameters[key]] = optimizer.state.pop(stand_in)
+
+    def tensors(self, optimizers: Iterable[Optimizer]) -> Iterator[object]:
+        """Yields what is in memory of the host: copies, and states of these optimizers."""
+        yield from self._copies.values()
+        for optimizer in optimizers:
+            for states in states_of(optimizer):
+                yield from (fields for parameter, fields in states.items() if self.holds(parameter))
+
+
+NOTHING_HELD = HostRows((), torch.device("cpu"))
+"""Rows of no parameters."""

@@ -1,0 +1,127 @@
+"""States on the host: chosen where memory asks for it, for as few seconds as may be, and never beyond the limit."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from lightning_osdp.assign import assign_modes, fill_spare
+from lightning_osdp.core.axes import DP, ZDP, modes_of
+from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.profile import OptimizerProfile
+from lightning_osdp.cost import Workload, more_optimizer_s
+from lightning_osdp.engine import FSDP2
+from lightning_osdp.search import SOLVERS
+
+LINK = Link(latency_s=0.0, seconds_per_byte=1e-3)
+OPERATORS = [
+    {"name": f"{index}", "parameter_bytes": num_bytes, "activation_bytes_per_sample": 100, "forward_s_per_sample": 0.1}
+    for index, num_bytes in enumerate((800, 800, 1600, 400))
+]
+HOST = OptimizerProfile(s_per_element=1e-3, host_s_per_element=4e-3)
+MODES = modes_of(["ZDP", "DP"], ["every"], ["device", "host"])
+
+
+def given(setting, operators=OPERATORS, world_size=2, overlaps=False, optimizer=HOST, modes=MODES):
+    found = setting(
+        operators=operators,
+        cluster=Cluster(
+            world_size=world_size, all_gather=LINK, reduce_scatter=LINK, overlaps=overlaps, host_copy_s_per_byte=1e-4
+        ),
+        workload=Workload(micro_batch_size=1),
+        modes=modes,
+        engine=FSDP2(backward_prefetch="none"),
+    )
+    return dataclasses.replace(found, profile=dataclasses.replace(found.profile, optimizer=optimizer))
+
+
+def test_the_host_updates_only_what_is_trained_and_only_where_that_was_profiled(setting):
+    found = given(setting, [{**OPERATORS[0], "frozen": True}, *OPERATORS[1:]])
+    options = {unit.name: of for unit, of in zip(found.units, found.costs.options, strict=True)}
+    assert options["0"] == (ZDP, DP)
+    assert options["1"] == (ZDP.but(states="host"), ZDP, DP.but(states="host"), DP)
+    assert options[""] == (DP,)  # it has no parameters
+    unknown = given(setting, optimizer=OptimizerProfile(s_per_element=1e-3))
+    assert {mode["states"] for of in unknown.costs.options for mode in of} == {"device"}
+
+
+def test_seconds_are_of_updates_and_copies_and_bytes_of_states(setting):
+    found = given(setting)
+    for place, unit in enumerate(found.units[1:]):
+        elements = unit.parameter_bytes / 4 / 2
+        expected_s = elements * (4e-3 - 1e-3) + 3 * 4 * elements * 1e-4
+        more_s = more_optimizer_s(found.profile, found.cluster, unit, ZDP.but(states="host"))
+        assert more_s == pytest.approx(expected_s)
+        of_unit = found.costs.memory.places[place + 1]
+        device, host = (found.costs.memory.held(of_unit, ZDP.but(states=each)) for each in ("device", "host"))
+        assert (device.prefix_bytes, host.prefix_bytes, host.window_bytes) == (0, 0, 0)
+        assert device.window_bytes == 2 * 4 * elements
+    device = tuple(DP if unit.is_root else ZDP for unit in found.units)
+    host = tuple(mode.but(states="host") for mode in device)
+    elements = sum(unit.parameter_bytes for unit in found.units) / 4 / 2
+    peaks = [found.costs.exact_peak(modes).parts for modes in (device, host)]
+    assert peaks[0]["optimizer state"] == 2 * 4 * elements
+    assert "optimizer state" not in peaks[1]
+    assert found.costs.step_time_s(host) - found.costs.step_time_s(device) == pytest.approx(
+        elements * 3e-3 + 3 * 4 * elements * 1e-4
+    )
+    layout = FSDP2().layout_in(found, host)
+    assert layout.host == (2 * 4 + 2 * 4) * elements
+
+
+@pytest.mark.parametrize("search", SOLVERS)
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "temporaries", [{}, {"is_foreach": True, "foreach_temporaries": 1.0}, {"temporaries": ((1.0, 1.0),)}]
+)
+def test_modes_fit_and_are_about_as_fast_as_any_that_do(setting, search, overlaps, world_size, temporaries):
+    found = given(setting, OPERATORS[:3], world_size, overlaps, dataclasses.replace(HOST, **temporaries))
+    assignments = [
+        (found.costs.step_time_s(modes), found.costs.exact_peak(modes).peak_bytes)
+        for modes in itertools.product(*found.costs.options)
+    ]
+    least, most = (of(peak for _, peak in assignments) for of in (min, max))
+    places = set()
+    for share in (-0.01, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
+        limit_bytes = int(least + share * (most - least))
+        assigned = assign_modes(found, memory_limit_bytes=limit_bytes, search=search)
+        if share < 0:
+            assert assigned is None
+            continue
+        if assigned is None:  # the closed form is a bound
+            assert found.costs.least_bytes > limit_bytes
+            continue
+        filled = fill_spare(assigned, memory_limit_bytes=limit_bytes)
+        assert found.costs.exact_peak(assigned.modes).peak_bytes <= limit_bytes
+        assert filled.peak.peak_bytes <= limit_bytes
+        best_s = min(time_s for time_s, peak_bytes in assignments if peak_bytes <= limit_bytes)
+        assert best_s * (1 - 1e-9) <= filled.step_time_s <= 1.1 * best_s
+        assert assigned.bound_s <= assigned.step_time_s * (1 + 1e-9)
+        places.add(frozenset(mode["states"] for mode in filled.modes[1:]))
+    assert places == {frozenset({"host"}), frozenset({"host", "device"}), frozenset({"device"})}
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_root_has_states_on_the_device_where_they_fit_and_bounds_know(setting, overlaps):
+    root = {"name": "", "parameter_bytes": 400, "activation_bytes_per_sample": 100, "forward_s_per_sample": 0.1}
+    found = given(setting, [root, *OPERATORS[:2]], overlaps=overlaps)
+    (host,), *others = found.costs.options
+    assert host == DP.but(states="host")
+    assignments = [
+        (found.costs.step_time_s(modes), found.costs.exact_peak(modes).peak_bytes, modes[0])
+        for modes in itertools.product((host, DP), *others)
+    ]
+    least, most = (of(peak for _, peak, _ in assignments) for of in (min, max))
+    roots = []
+    for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+        limit_bytes = int(least + share * (most - least))
+        assigned = assign_modes(found, memory_limit_bytes=limit_bytes)
+        if assigned is None:  # the closed form is a bound
+            assert found.costs.least_bytes > limit_bytes
+            continue
+        filled = fill_spare(assigned, memory_limit_bytes=limit_bytes)
+        assert filled.peak.peak_bytes <= limit_bytes
+        assert assigned.bound_s <= min(time_s for time_s, peak, _ in assignments if peak <= limit_bytes) * (1 + 1e-9)
+        roots.append(filled.modes[0])
+    assert (roots[0], roots[-1]) == (host, DP)

@@ -1,0 +1,364 @@
+"""Units that the host updates: bit for bit as the device updates them, whatever goes on around the step."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from lightning_osdp import OSDPStrategy, SearchSpace, simulate
+from lightning_osdp.apply import local
+from lightning_osdp.apply.host_updates import HostRows
+from lightning_osdp.apply.updates import stepping_on_rows
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
+from lightning_osdp.errors import OSDPError
+from lightning_osdp.strategy.planning import plan_fit
+from tests.distributed.support.by_hand import GAN
+from tests.distributed.support.fits import (
+    failure,
+    fitted,
+    hosted,
+    largest_difference,
+    plan_for,
+    profile_of,
+    shared_folder,
+    stated_cluster,
+    trained,
+    trainer,
+)
+from tests.distributed.support.models import WideMLP, build
+from tests.distributed.training.test_local_step import (
+    CLASSES,
+    cases_of,
+    cut,
+    cut_in_nodes,
+    differences,
+    stepped,
+)
+from tests.tiers import slow
+
+pytestmark = pytest.mark.distributed
+
+CPU = torch.device("cpu")
+NAMES = tuple(name for name in CLASSES if name != "Adagrad")
+
+
+# ---- the arithmetic
+
+
+def partly_on_host(optimizer):
+    """Steps of which the host takes two thirds."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return stepping_on_rows(optimizer, HostRows((p for place, p in enumerate(parameters) if place % 3), CPU))
+
+
+def equals_the_device(names, in_nodes):
+    """Returns, by case, differences from steps on the device; the host's states may come later in their order."""
+    found, make = {}, cut_in_nodes if in_nodes else cut
+    for name in names:
+        for how, index in cases_of(name, is_all=False):
+            options = {k: 0.05 if how == "fused" and k == "lr" else v for k, v in CLASSES[name][index].items()}
+            ours = stepped(make, name, how, options, partly_on_host)
+            other = stepped(make, name, how, options, stepping_on_rows)
+            different = differences(ours, other)
+            found[name, how, index] = [text for text in different if not text.startswith("order of states")]
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "in_nodes"), [(2, False), slow(4, False), slow(4, True)])
+def test_steps_on_the_host_equal_those_on_the_device(ranks, world_size, in_nodes):
+    for found in ranks(world_size).run(equals_the_device, names=NAMES, in_nodes=in_nodes):
+        assert {name for name, *_ in found} == {*NAMES}
+        assert [case for case, different in found.items() if different] == []
+
+
+def around():
+    """Returns what a closure, hooks and the device see of a step of which the host takes a part."""
+    parameters = [nn.Parameter(cut(torch.ones(6, 2))) for _ in range(2)]
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    host, seen = HostRows([parameters[1]], CPU), []
+
+    def note(place):
+        values = [float(local(p).mean()) for p in parameters]
+        seen.append((place, [round(value, 3) for value in values], len(optimizer.state)))
+
+    def closure():
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        note("closure")
+        return torch.tensor(3.0)
+
+    optimizer.register_step_pre_hook(lambda *_: note("before"))
+    optimizer.register_step_post_hook(lambda *_: note("after"))
+    with stepping_on_rows(optimizer, host):
+        for _ in range(2):
+            assert optimizer.step(closure) == 3.0
+    return seen, [float(fields["step"]) for fields in optimizer.state.values()]
+
+
+def test_closures_and_hooks_see_one_step(ranks):
+    for seen, steps in ranks(2).run(around):
+        assert seen == [
+            ("before", [1.0, 1.0], 0),
+            ("closure", [1.0, 1.0], 0),
+            ("after", [0.9, 0.9], 2),
+            ("before", [0.9, 0.9], 2),
+            ("closure", [0.9, 0.9], 2),
+            ("after", [0.8, 0.8], 2),
+        ]
+        assert steps == [2.0, 2.0]
+
+
+class Own(torch.optim.AdamW):
+    """Optimizer that is not exactly torch's."""
+
+
+def refused():
+    """Returns errors of optimizers that the host cannot step, and of a gradient of another layout."""
+    parameter = nn.Parameter(cut(torch.ones(4, 2)))
+    host = HostRows([parameter], CPU)
+    optimizers = [
+        Own([parameter]),
+        torch.optim.Adagrad([parameter]),
+        torch.optim.AdamW([parameter], capturable=True, foreach=False),
+        torch.optim.SGD([nn.Parameter(torch.ones(2))], differentiable=True),
+        torch.optim.SGD([parameter], lr=0.1),
+    ]
+    found = [failure(lambda optimizer=optimizer: host.check(optimizer)) for optimizer in optimizers]
+    parameter.grad = torch.ones_like(parameter).redistribute(placements=[torch.distributed.tensor.Replicate()])
+
+    def step():
+        with stepping_on_rows(optimizers[-1], host):
+            optimizers[-1].step()
+
+    return found, failure(step)
+
+
+def test_optimizers_that_the_host_cannot_step_are_refused(ranks):
+    for found, laid_out in ranks(2).run(refused):
+        texts = [None if each is None else each[1] for each in found]
+        assert texts[3:] == [None, None]  # the fourth has nothing that the host updates
+        for text, name in zip(texts, ("Own", "Adagrad", "AdamW"), strict=False):
+            assert f"for a plan with states on the host, got {name}. Use such an optimizer as AdamW" in text
+        assert laid_out[0] == "ConfigurationError"
+        assert "Expected gradients and states with the layout of their parameters" in laid_out[1]
+
+
+# ---- fits
+
+
+def fits(name, optimizer, dtype, number=2, num_micro_batches=1, clip=None, modes="mixed", **options):
+    """Differences of weights and losses under a plan with states on the host from one without, and from DDP."""
+    world_size = dist.get_world_size()
+    options |= {"accumulate_grad_batches": num_micro_batches, "gradient_clip_val": clip}
+    plan = plan_for(build(name, optimizer, dtype), modes, world_size=world_size, num_micro_batches=num_micro_batches)
+    ddp, _, _ = trained(DDPStrategy(process_group_backend="gloo"), name, optimizer, dtype, **options)
+    device, losses, _ = trained(OSDPStrategy(plan=plan), name, optimizer, dtype, **options)
+    ours, own_losses, fit = trained(OSDPStrategy(plan=hosted(plan, number)), name, optimizer, dtype, **options)
+    start = build(name, optimizer, dtype).state_dict()
+    host = fit.strategy._sharded.host
+    held = [host.holds(p) for group in fit.optimizers[0].param_groups for p in group["params"]]
+    return {
+        "held": (sum(held), len(held)),
+        "losses": own_losses == losses,
+        "device": largest_difference(ours, device) if ours else 0.0,
+        "ddp": largest_difference(ours, ddp) if ours else 0.0,
+        "moved": largest_difference(ours, {key: start[key] for key in ours}) if ours else 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {"optimizer": "adamw", "number": 1}),
+        (2, {"optimizer": "adamw"}),
+        slow(2, {"optimizer": "adamw", "number": 1}),
+        (2, {"optimizer": "sgd", "num_micro_batches": 3}),
+        (2, {"optimizer": "adamw", "clip": 0.05}),
+        (4, {"optimizer": "adamw", "num_micro_batches": 2}),
+        slow(2, {"optimizer": "adamw", "name": "tied_gpt", "number": 1}),
+        slow(4, {"optimizer": "sgd", "name": "gpt", "clip": 0.05}),
+    ],
+)
+def test_five_steps_equal_those_with_states_on_the_device(ranks, world_size, options):
+    given = {"name": "odd_mlp", "dtype": "float64", **options}
+    for found in ranks(world_size).run(fits, **given):
+        held, number = found["held"]
+        assert 0 < held <= number
+        assert held == number or given.get("number") != 1
+        assert found["losses"]
+        assert found["device"] == 0.0
+        assert found["ddp"] < (1e-7 if given.get("clip") else 1e-9)  # torch adds 1e-6 to the norm
+        assert found["moved"] > 1e-4
+
+
+def scaled(optimizer):
+    """Weights after steps in float16 with a gradient scaler, with states on the host and without."""
+    found, plan = [], plan_for(build("wide_mlp", optimizer), "mixed", world_size=dist.get_world_size())
+    for each in (plan, hosted(plan)):
+        module = build("wide_mlp", optimizer)
+        fit = fitted(OSDPStrategy(plan=each), module, precision="16-mixed", max_steps=6)
+        found.append((fit.strategy.whole_state_dict(on_all_ranks=True), fit.precision_plugin.scaler.get_scale()))
+    (device, scale), (ours, own_scale) = found
+    return largest_difference(ours, device), scale == own_scale
+
+
+def test_a_gradient_scaler_sees_the_same_step(ranks):
+    assert ranks(2).run(scaled, optimizer="adamw") == [(0.0, True)] * 2
+
+
+def by_hand():
+    """Weights after manual optimization by two optimizers, with states on the host and without."""
+
+    def fit_with(strategy):
+        module = GAN()
+        fit = fitted(strategy, module)
+        return fit.strategy.whole_state_dict(on_all_ranks=True), fit.strategy
+
+    _, searched = fit_with(OSDPStrategy(search_space=SearchSpace(min_unit_bytes=0)))
+    plan = searched.plan
+    device, _ = fit_with(OSDPStrategy(plan=plan))
+    ours, strategy = fit_with(OSDPStrategy(plan=hosted(plan)))
+    held = [strategy._sharded.host.holds(parameter) for parameter in strategy.lightning_module.parameters()]
+    return largest_difference(ours, device), sum(held) in range(1, len(held))
+
+
+def test_two_optimizers_by_hand_take_the_same_steps(ranks):
+    assert ranks(2).run(by_hand) == [(0.0, True)] * 2
+
+
+# ---- checkpoints
+
+
+def resumed(kind):
+    """Differences from a run on the device that is resumed likewise, where places change after three of five steps."""
+    world_size, folder = dist.get_world_size(), shared_folder()
+    plan = plan_for(build("odd_mlp", "adamw"), "mixed", world_size=world_size)
+    plans = {"device": plan, "host": hosted(plan)}
+
+    def fit(place, max_steps, ckpt_path=None):
+        module = build("odd_mlp", "adamw")
+        strategy = OSDPStrategy(plan=plans[place], batch_size="keep", state_dict_type=kind)
+        ran = trainer(strategy, max_steps=max_steps)
+        ran.fit(module, module.loader(dist.get_rank(), world_size), ckpt_path=ckpt_path)
+        return ran
+
+    ends = {}
+    for before, after in (("device", "device"), ("device", "host"), ("host", "device"), ("host", "host")):
+        name = f"{before}-{after}"
+        fit(before, 3).save_checkpoint(folder / name)
+        ran = fit(after, 5, ckpt_path=folder / name)
+        ends[name] = ran.strategy.whole_state_dict(on_all_ranks=True)
+        assert ran.global_step == 5
+    expected = ends.pop("device-device")
+    return {name: largest_difference(end, expected) for name, end in ends.items()}
+
+
+@pytest.mark.parametrize("kind", ["full", slow("sharded")])
+def test_checkpoints_go_from_one_place_to_the_other(ranks, kind):
+    for found in ranks(2).run(resumed, kind=kind):
+        assert found == {"device-host": 0.0, "host-device": 0.0, "host-host": 0.0}
+
+
+# ---- memory
+
+
+def predicted_and_counted(name, optimizer, num_micro_batches):
+    """Peaks that were predicted and counted, other tensors, and the phase, without and with states on the host."""
+    module, world_size = build(name, optimizer), dist.get_world_size()
+    space = SearchSpace(min_unit_bytes=1024, share_units=False)
+    plan = plan_for(module, "zdp", world_size=world_size, num_micro_batches=num_micro_batches, space=space)
+    profile = profile_of(module)
+    profile = dataclasses.replace(profile, optimizer=dataclasses.replace(profile.optimizer, host_s_per_element=2e-9))
+    found = []
+    for each in (plan, hosted(plan, 1)):
+        predicted = simulate(each, profile, stated_cluster(world_size)).peak
+        fit = fitted(OSDPStrategy(plan=each), build(name, optimizer), accumulate_grad_batches=num_micro_batches)
+        (check,) = (callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
+        measured = check.measured
+        found.append((predicted.peak_bytes, measured.peak_bytes, measured.other_bytes, predicted.phase))
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(1, 1), (2, 1), slow(2, 3), slow(4, 1)])
+def test_the_peak_is_without_states_on_the_host(ranks, world_size, num_micro_batches):
+    found = ranks(world_size).run(
+        predicted_and_counted, name="wide_mlp", optimizer="adamw", num_micro_batches=num_micro_batches
+    )[0]
+    (device, counted, others, _), (ours, own_counted, own_others, _) = found
+    assert device == pytest.approx(counted, rel=2e-3)
+    assert ours == pytest.approx(own_counted, rel=2e-3)
+    parameter_bytes = sum(p.nbytes for p in WideMLP().parameters())
+    assert device - ours >= 2 * parameter_bytes / world_size * 0.99  # two states of each parameter
+    assert own_others <= others + 1024  # a number or two for each value that Lightning logs
+
+
+# ---- planned
+
+
+def planned(share):
+    """Peak, limit and parts of a fit whose plan may have states on the host, under a share of what it needs else."""
+    space = SearchSpace(min_unit_bytes=1024, slices=(1,))
+    copying = dataclasses.replace(stated_cluster(dist.get_world_size()), host_copy_s_per_byte=1e-9)
+
+    def fit_with(states=("device",), memory_limit=None, max_steps=5):
+        strategy = OSDPStrategy(memory_limit=memory_limit, search_space=dataclasses.replace(space, states=states))
+        module, fit = WideMLP("adamw"), trainer(strategy, max_steps=max_steps)
+        with mock.patch.object(plan_fit, "measure_cluster", return_value=copying):
+            fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+        return strategy, fit
+
+    first, _ = fit_with(max_steps=1)
+    limit_bytes = int(share * first.plan.all_zdp_peak_bytes)
+    refused = failure(lambda: fit_with(memory_limit=limit_bytes))
+    strategy, fit = fit_with(states=("device", "host"), memory_limit=limit_bytes)
+    (check,) = (callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
+    plan = strategy.plan
+    places = [{each["states"] for each in unit.treatments} for unit in plan.units if unit.gradient_bytes]
+    return refused, limit_bytes, plan.peak_bytes, check.measured.peak_bytes, places, plan.notes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_that_does_not_fit_on_the_device_is_planned_with_states_on_the_host(ranks, world_size):
+    refused, limit_bytes, peak_bytes, counted, places, notes = ranks(world_size).run(planned, share=0.8)[0]
+    assert refused[0] == "InfeasibleError"
+    assert "SearchSpace(states=('device', 'host'))" in refused[1]
+    assert counted <= limit_bytes * 1.002
+    assert peak_bytes <= limit_bytes
+    assert {"host"} in places
+    assert {"device"} in places
+    assert any("the host updates" in note for note in notes)
+
+
+def custom():
+    """Error, and notes, of fits with an optimizer that the host cannot step."""
+
+    class Module(WideMLP):
+        def configure_optimizers(self):
+            return Own(self.parameters(), lr=1e-2)
+
+    plan = plan_for(WideMLP("adamw"), "mixed", world_size=dist.get_world_size())
+    try:
+        fitted(OSDPStrategy(plan=hosted(plan)), Module())
+        told = None
+    except OSDPError as error:
+        told = str(error)
+    space = SearchSpace(min_unit_bytes=1024, states=("device", "host"))
+    notes = [
+        fitted(OSDPStrategy(search_space=space), module, max_steps=1, callbacks=callbacks).strategy.plan.notes
+        for module, callbacks in ((Module(), []), (WideMLP("adamw"), [EMAWeightAveraging()]))
+    ]
+    return told, *notes
+
+
+def test_optimizers_that_the_host_cannot_step_stay_on_the_device(ranks):
+    for told, notes, averaged in ranks(2).run(custom):
+        assert "for a plan with states on the host, got Own." in told
+        assert any(
+            "all states of optimizers stay on the device: on the host those of torch.optim" in each for each in notes
+        )
+        assert any("stay on the device, where the average of weights is" in note for note in averaged)
