@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.step import Step
 from benchmarks.testbed.training import quiet
 from lightning_osdp import Cluster, OSDPStrategy, profile_model, simulate
+from lightning_osdp.apply import local
 from lightning_osdp.apply.activations.blocks import BlockForwards
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Link
@@ -239,6 +241,37 @@ def offload(device: torch.device) -> Iterator[Finding]:
         yield Finding(f"blocks: {choice}", apart <= 1e-5 * scale and num_bytes < kept_bytes and is_there, numbers)
 
 
+def host_updates(device: torch.device) -> Iterator[Finding]:
+    """Steps with states of the optimizer on the host against steps with all of them on the device."""
+    found: dict[str, tuple[list[Tensor], int, float]] = {}
+    for place in ("device", "host"):
+        plan = mixed_plan(made("gpt"), 1, num_samples_on(device))
+        plan = replace(plan, units=tuple(unit.treated(states=place) for unit in plan.units))
+        with fake_group(1), peak_of(device) as peak:
+            step = Step(made("gpt"), plan, device=device)
+            for _ in range(2):
+                step()
+            peak.restart()
+            synchronize(device)
+            start = time.perf_counter()
+            step()
+            synchronize(device)
+            step_s = time.perf_counter() - start
+            weights = [local(shard).detach().cpu() for shard in step.sharded.shards]
+        found[place] = weights, peak.num_bytes, step_s
+    (ours, own_bytes, own_s), (others, device_bytes, device_s) = found["host"], found["device"]
+    apart = max(float((one - other).abs().max()) for one, other in zip(ours, others, strict=True))
+    states_bytes = 2 * sum(weight.nbytes for weight in ours)
+    numbers = {
+        "weights_apart": apart,
+        "peak_MiB": own_bytes / _MIB,
+        "device_MiB": device_bytes / _MIB,
+        "states_MiB": states_bytes / _MIB,
+        "more_ms": (own_s - device_s) * 1e3,
+    }
+    yield Finding("states on the host", apart <= 1e-5 and device_bytes - own_bytes >= 0.95 * states_bytes, numbers)
+
+
 def mixed_plan(module: Family, world_size: int, num_samples: int) -> Plan:
     """Units freed and kept by turns."""
     modes = {name: ("ZDP", "DP")[index % 2] for index, name in enumerate(unit_names(module))}
@@ -402,6 +435,7 @@ ON_ANY_DEVICE: Mapping[str, Check] = {
     "replays": replays,
     "optimizers": optimizers,
     "offload": offload,
+    "host_updates": host_updates,
     "fake_groups": fake_groups,
     "precisions": precisions,
     "device_assert": device_assert,
