@@ -410,7 +410,7 @@ def losses_of(
             "callbacks": [Notes()],
         }
         trainer = pl.Trainer(**(settings | options))
-        loader = module.loader(num_samples_on(device), num_batches=trainer.max_steps)
+        loader = module.loader(num_samples_on(device), num_batches=trainer.max_steps * trainer.accumulate_grad_batches)
         trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=False)
     if is_alone and dist.is_initialized():
         dist.destroy_process_group()

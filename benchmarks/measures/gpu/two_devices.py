@@ -6,6 +6,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,16 @@ from lightning_osdp import Cluster, ModelProfile, OSDPStrategy, TrainingStep, me
 from lightning_osdp.core.axes import STATIONARY, Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block, Plan
+from lightning_osdp.profiler.machine.cluster import LEAST_HIDDEN, hidden_share
+from lightning_osdp.profiler.machine.stopwatch import fastest_together_s
+from lightning_osdp.reduce_scatter import scatter
 from lightning_osdp.scheduler import make_plan as search
 from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
 
 NUM_RANKS = 2
 _NUM_MEASURED, _MOST_APART = 5, 1.25
+_REDUCED_BYTES = 16 * 2**20
 _NUM_ROUNDS, _NEAR = 10, 0.03
 _NUM_STEPS = {"cuda": 200, "cpu": 3}
 _MOST_SAMPLES = {"cuda": None, "cpu": 4}
@@ -84,13 +89,39 @@ def _measured(*, kind: str) -> list[dict[str, Any]]:
     return found
 
 
+def _reductions_hidden(*, kind: str) -> float:
+    """Share of reduce-scatters and matrix products, the shorter of both, that the other hides."""
+    device, width = _own(kind), {"cuda": 4096, "cpu": 256}[kind]
+    whole, matrix = torch.ones(_REDUCED_BYTES // 4, device=device), torch.randn(width, width, device=device)
+    shard, received = torch.empty(whole.numel() // NUM_RANKS, device=device), torch.empty_like(whole)
+
+    def begin() -> Any:
+        if kind == "cpu":
+            return scatter(received, whole)
+        return dist.reduce_scatter_single(shard, whole, async_op=True)
+
+    def run(num_reductions: int, num_products: int) -> None:
+        works = [begin() for _ in range(num_reductions)]
+        for _ in range(num_products):
+            matrix @ matrix
+        for work in works:
+            work.wait()
+
+    return hidden_share(lambda *numbers: fastest_together_s(partial(run, *numbers), device))
+
+
 def links(device: torch.device) -> Iterator[Finding]:
-    """Links five times: each time about the same."""
+    """Links five times: each time about the same; and reductions beside computing, which no fit tries on GPUs."""
     found = _on_ranks(device, _measured)[0]
     for name in ("gather_ms", "reduce_ms"):
         values = [each[name] for each in found]
         numbers = {"16_MiB_ms": [round(value, 4) for value in values], "apart": max(values) / min(values)}
         yield Finding(f"links: {name[:-3]}", numbers["apart"] <= _MOST_APART or device.type == "cpu", numbers)
+    hidden = _on_ranks(device, _reductions_hidden)[0]
+    assumed = {each["overlaps"] for each in found}
+    numbers = {"hidden": round(hidden, 3), "all_gathers_overlap": sorted(assumed)}
+    # plans take reductions to overlap where all-gathers do; on CPU both are tried before a fit
+    yield Finding("links: reductions", device.type == "cpu" or assumed == {hidden >= LEAST_HIDDEN}, numbers)
     overlaps = {each["overlaps"] for each in found}
     numbers = {"overlaps": sorted(overlaps)} | {
         name: [round(each[name], 2) for each in found]
@@ -147,16 +178,26 @@ def _with_exchanges(module: Family, num_samples: int) -> Plan:
     return replace(plan, units=tuple(units))
 
 
+def _with_waiting(module: Family, num_samples: int) -> Plan:
+    """All units reduce their gradients in the last micro-batch."""
+    plan = replace(mixed_plan(module, NUM_RANKS, num_samples), num_micro_batches=_WINDOW)
+    units = (
+        replace(unit, treatments=tuple(each.but(reduce="last") for each in unit.treatments)) for unit in plan.units
+    )
+    return replace(plan, units=tuple(units))
+
+
 _DECISIONS: Mapping[str, tuple[str, Callable[[Family, int], Plan]]] = {
     "resident": ("tiny, LoRA", _with_resident),
     "levels": ("mingpt", _with_levels),
     "stationary": ("mingpt", _with_exchanges),
+    "waiting gradients": ("mingpt", _with_waiting),
 }
 """Decision that `mixed_plan` has not -> a model, and a plan that has it."""
-_RACE_STEPS = 60
+_RACE_STEPS, _WINDOW = 60, 2
 
 
-def _decided(*, name: str, model: str, kind: str) -> list[float]:
+def _decided(*, name: str, model: str, window: int, kind: str) -> list[float]:
     """Losses of a model under the plan that decides so, plans in turns ("race"), or DDP ("ddp")."""
     device, module = _own(kind), build(model)
     options: dict[str, Any] = {"strategy": "ddp"}
@@ -165,17 +206,21 @@ def _decided(*, name: str, model: str, kind: str) -> list[float]:
     elif name in _DECISIONS:
         plan = _DECISIONS[name][1](module, num_samples_on(device))
         options = {"strategy": OSDPStrategy(plan=plan, batch_size="keep")}
+    options["accumulate_grad_batches"] = window
     return losses_of(module, device, devices=NUM_RANKS, plugins=[StartedRanks()], **options)
 
 
 def decisions(device: torch.device) -> Iterator[Finding]:
     """Losses under plans of each kind of decision beside those of DDP."""
-    models = {name: model for name, (model, _) in _DECISIONS.items()} | {"race": "mingpt"}
+    asked = {name: (model, _WINDOW if make is _with_waiting else 1) for name, (model, make) in _DECISIONS.items()}
+    asked["race"] = ("mingpt", 1)
     by_ddp = {
-        model: _on_ranks(device, _decided, name="ddp", model=model)[0] for model in dict.fromkeys(models.values())
+        (model, window): _on_ranks(device, _decided, name="ddp", model=model, window=window)[0]
+        for model, window in dict.fromkeys(asked.values())
     }
-    for name, model in models.items():
-        ours, theirs = _on_ranks(device, _decided, name=name, model=model)[0], by_ddp[model]
+    for name, (model, window) in asked.items():
+        ours = _on_ranks(device, _decided, name=name, model=model, window=window)[0]
+        theirs = by_ddp[model, window]
         apart = max(abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=False))
         numbers = {"apart": apart, "steps": len(ours), "last": ours[-1]}
         yield Finding(f"decisions: {name}", apart <= 1e-4 and len(ours) >= len(theirs), numbers)

@@ -34,7 +34,7 @@ _LEAST_OVERLAP_S, _OVERLAP_REPEATS = 5e-3, 5
 """Least seconds of computing and of all-gathers that are run beside each other, and the number of such runs."""
 _MOST_CONTENTION = 0.9
 """Most that a run is lengthened by a shorter one beside it, over the seconds of the shorter; 1: nothing is hidden."""
-_LEAST_HIDDEN = 0.25
+LEAST_HIDDEN = 0.25
 """Least share of a collective that computing hides, or the reverse, if they are to run beside each other in plans.
 
 Contention says how much is lost between this and a whole; a higher threshold would have what is measured on either side
@@ -297,14 +297,14 @@ def _measure_overlap(device: torch.device, link: Link) -> tuple[bool, tuple[str,
     """
     if device.type != "cpu":
         beside = _beside_on_cuda(device)
-        overlaps = hidden_share(beside) >= _LEAST_HIDDEN
+        overlaps = hidden_share(beside) >= LEAST_HIDDEN
         return overlaps, (), contention_of(beside) if overlaps else Contention()
     whole, shard = _whole_and_shard(_overlapped_bytes(link), device)
     gathers, reductions = (
         _beside_on_cpu(partial(begin, whole, shard)) for begin in (_begin_all_gather, _begin_reduce_scatter)
     )
     tried = {"gather": gathers, "gather_in_node": gathers, "reduce": reductions}
-    hidden = {beside: hidden_share(beside) >= _LEAST_HIDDEN for beside in (gathers, reductions)}
+    hidden = {beside: hidden_share(beside) >= LEAST_HIDDEN for beside in (gathers, reductions)}
     if not any(hidden.values()):
         return False, (), Contention()
     waits_for = [kind for kind, beside in tried.items() if not hidden[beside]]
