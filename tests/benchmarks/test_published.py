@@ -22,6 +22,7 @@ from benchmarks.measures.simulated.published import (
     wrong_orders,
 )
 from lightning_osdp.engine import Moment
+from tests.tiers import slow
 
 MIB = 2**20
 
@@ -139,8 +140,16 @@ def test_the_allocator_joins_free_neighbours_and_has_segments_for_what_is_small(
     assert allocator.reserved_bytes == 24 * MIB
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "every second block", "by operation"])
-@pytest.mark.parametrize("zeroes_first", [False, True])
+@pytest.mark.parametrize(
+    ("checkpointing", "zeroes_first"),
+    [
+        ("every second block", False),
+        ("by operation", True),
+        *(slow(each, zeroes) for each in ("none", "full") for zeroes in (False, True)),
+        slow("every second block", True),
+        slow("by operation", False),
+    ],
+)
 def test_torchs_own_step_holds_what_is_predicted_of_a_row(checkpointing, zeroes_first):
     common = {"set": "", "model": "tiny", "machine": "4 a100-80", "sequence": 256, "batch": 2, "gib": 1.0}
     found = {
