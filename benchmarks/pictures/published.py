@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from benchmarks.measures.section import Row
-from benchmarks.measures.simulated.published import calibrated
+from benchmarks.measures.simulated.published import calibrated, predicted_gib
 from benchmarks.pictures import save
 
 _COLOURS = {
@@ -37,7 +37,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             for row in of_set
             if row["case"]["tokens_per_s"] and not row["case"]["calibrates"]
         ]
-        of_memory = [(row["case"]["gib"], row["predicted_gib"]) for row in of_set if row["case"]["gib"]]
+        of_memory = [(row["case"]["gib"], predicted_gib(row)) for row in of_set if row["case"]["gib"]]
         for axes, pairs, label in ((speed, of_speed, name), (memory, of_memory, name if not of_speed else None)):
             if pairs:
                 axes.scatter(*zip(*pairs, strict=True), color=colour, label=label)

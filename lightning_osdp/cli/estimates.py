@@ -93,8 +93,8 @@ class Estimate:
             yield f"It takes {three_digits(rate)} tokens/s, {three_digits(rate / plan.world_size)} on each GPU."
             low, high = PUBLISHED_RATES
             yield (
-                f"Steps that others published took {low:.2f} to {high:.2f} times the tokens/s predicted of them so:"
-                f" that would be {three_digits(rate * low)} to {three_digits(rate * high)}."
+                f"Eager steps that others published took {low:.2f} to {high:.2f} times the tokens/s predicted of them"
+                f" so: that would be {three_digits(rate * low)} to {three_digits(rate * high)}."
             )
         yield f"Its peak is in {tell_peak(plan)}."
         yield f"CUDA's allocator reserves {format_bytes(step.reserved_bytes)} for that, besides what fragments."

@@ -55,6 +55,8 @@ def test_throughput_is_calibrated_by_one_row_and_memory_is_not():
     assert speed_errors(ROWS[:2], ["A"]) == pytest.approx([4400 / 4200 - 1])
     assert memory_errors(ROWS) == pytest.approx([40 / 50 - 1, 54 / 60 - 1])
     assert memory_errors([*ROWS, row(60.0, 1.0, set="R2", gib=40.0, holds_less=True)]) == memory_errors(ROWS)
+    counted = {**row(40.0, 1.0, gib=50.0), "allocator_gib": 55.0}  # by the rules of the allocator, not by a share
+    assert memory_errors([counted]) == pytest.approx([0.1])
     unknown = [row(40.0, 1.0, set="C", gib=50.0, calibrates=True), row(54.0, 1.0, set="C", gib=60.0)]
     assert memory_errors(unknown) == pytest.approx([(14.0 - 10.0) / 60.0])
 

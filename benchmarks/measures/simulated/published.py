@@ -269,7 +269,7 @@ def table(rows: Sequence[Row]) -> Table:
     """One line for each row."""
     drawn = Table("set", "model", "machine", "checkpointing", "resharded", title="Predicted and published")
     for column in (
-        *("GiB", "live", "counted", "pools", "predicted", "allocator"),
+        *("GiB", "live", "counted", "pools", "with a share", "allocator"),
         *("tokens/s", "predicted", "after calibration"),
     ):
         drawn.add_column(column, justify="right")
@@ -323,6 +323,14 @@ def speed_errors(rows: Sequence[Row], sets: Sequence[str]) -> list[float]:
     return found
 
 
+def predicted_gib(row: Row) -> float:
+    """Memory that is compared with what was published: by the rules of the allocator, where its steps were counted.
+
+    Elsewhere it is live memory, or pools and the share that default limits leave for rounding and fragmentation.
+    """
+    return float(row.get("allocator_gib") or row["predicted_gib"])
+
+
 def memory_errors(rows: Sequence[Row]) -> list[float]:
     """Relative errors of memory, of rows that can be stated.
 
@@ -334,16 +342,17 @@ def memory_errors(rows: Sequence[Row]) -> list[float]:
         case, other = row["case"], first[row["case"]["set"]]
         if not case["gib"] or case.get("holds_less") or (case["set"] == _DIFFERENCE and row is other):
             continue
-        error = row["predicted_gib"] - case["gib"]
+        error = predicted_gib(row) - case["gib"]
         if case["set"] == _DIFFERENCE:
-            error -= other["predicted_gib"] - other["case"]["gib"]
+            error -= predicted_gib(other) - other["case"]["gib"]
         found.append(error / case["gib"])
     return found
 
 
 def rates(rows: Sequence[Row]) -> list[float]:
-    """Published over predicted tokens/s, by the catalog's rates alone, of rows that say tokens/s."""
-    return [row["case"]["tokens_per_s"] / row["predicted_tokens_per_s"] for row in rows if row["case"]["tokens_per_s"]]
+    """Published over predicted tokens/s, by the catalog's rates alone, of rows that were run as they are predicted."""
+    timed = [row for row in rows if row["case"]["tokens_per_s"] and not row["case"].get("holds_less")]
+    return [row["case"]["tokens_per_s"] / row["predicted_tokens_per_s"] for row in timed]
 
 
 def wrong_orders(rows: Sequence[Row]) -> list[tuple[Row, Row]] | None:
@@ -401,7 +410,7 @@ def _targets(rows: Sequence[Row]) -> Iterator[Target]:
     if {"always", "never"} <= resharding.keys():
         always, never = resharding["always"], resharding["never"]
         for what, predicted, published in (
-            ("GiB", never["predicted_gib"] - always["predicted_gib"], never["case"]["gib"] - always["case"]["gib"]),
+            ("GiB", predicted_gib(never) - predicted_gib(always), never["case"]["gib"] - always["case"]["gib"]),
             (
                 "tokens/s",
                 never["predicted_tokens_per_s"] / always["predicted_tokens_per_s"] - 1,
