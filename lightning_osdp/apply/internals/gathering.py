@@ -130,9 +130,8 @@ def gather_where_read(groups: Sequence[Any]) -> None:
 
 def _pre_backward(group: Any, pre_backward: Callable[..., None], _: bool) -> None:
     if getattr(group, _IS_READ, True) or group.is_unsharded or group._all_gather_result is not None:
-        pre_backward(
-            False
-        )  # gathers nothing ahead but what lists say: torch does not note all units that forward calls
+        # False: nothing is gathered ahead but what lists say, for torch does not note all units that forward calls.
+        pre_backward(False)
     else:
         group._training_state = TrainingState.PRE_BACKWARD
 
