@@ -165,11 +165,11 @@ class Agreement:
                 if place is not None and not used[place]:
                     parameter.grad = None
 
-    def check_plan(self, plan: Plan, check: Callable[[], None]) -> None:
+    def check_plan(self, plan: Plan | None, check: Callable[[], None]) -> None:
         """Checks that this can be the plan of all ranks from now on. Call it on all ranks.
 
         Args:
-            plan: the new plan.
+            plan: the new plan; None where ranks are known to have the same one.
             check: raises the objections of this rank, one of which is then raised on all ranks.
 
         Raises:
@@ -181,7 +181,7 @@ class Agreement:
             check()
         except OSDPError as raised:
             error = raised
-        report = (hashlib.sha256(plan.to_json().encode()).digest(), error)
+        report = (b"" if plan is None else hashlib.sha256(plan.to_json().encode()).digest(), error)
         reports = [report] * (1 if self._group is None else self._group.size())
         if self._group is not None:
             dist.all_gather_object(reports, report, group=self._group)

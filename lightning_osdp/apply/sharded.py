@@ -289,22 +289,26 @@ class ShardedModel:
         self.reshard()
         self._residence.free()
 
-    def use(self, plan: Plan, *, may_divide: bool = False) -> None:
+    def use(self, plan: Plan, *, may_divide: bool = False, in_window: bool = False, is_known: bool = False) -> None:
         """Continues under another plan, between two steps; after an error, under the one before, on all ranks.
 
         Args:
             plan: the new plan, the same on all ranks; it may differ from the one in use in `FLIPS` only.
             may_divide: allow other micro-batches; the caller changes those.
+            in_window: allow the change between two micro-batches of one step, too, where gradients wait to be reduced
+                that both plans reduce at the same time.
+            is_known: True if all ranks have been under this plan before, and so know that they can be.
 
         Raises:
             OSDPError: the plan cannot follow the one in use, see `change_plan`.
         """
         plan = executed(plan, self._recomputed)
-        self._agreement.check_plan(plan, partial(self._check_use, plan, may_divide=may_divide))
+        check = partial(self._check_use, plan, may_divide=may_divide, in_window=in_window, is_known=is_known)
+        self._agreement.check_plan(None if is_known else plan, check)
         self.free()
         self._forwards.choose(plan.blocks, units=[unit.name for unit in self.units])
         self.plan, before = plan, self.units
-        treatments = dict(each for unit in plan.units for each in _treatments(unit))
+        treatments = _treatments_of(plan)
         read = {name: unit.is_read for unit in plan.units for name, _ in _treatments(unit)}
         self.units = tuple(
             dataclasses.replace(unit, treatment=treatments[unit.name], is_read=read[unit.name]) for unit in before
@@ -316,18 +320,26 @@ class ShardedModel:
         gathering.set_asynchronous(self.module, is_asynchronous=plan.asynchronous_unshard)
         self._set_prefetch()
 
-    def _check_use(self, plan: Plan, *, may_divide: bool) -> None:
+    def largest(self, values: Sequence[int]) -> Sequence[int]:
+        """Returns the largest of each value over all ranks, by way of their hosts: no device is waited for."""
+        return self._agreement.largest(values)
+
+    def _check_use(self, plan: Plan, *, may_divide: bool, in_window: bool, is_known: bool) -> None:
         """Raises an error if this rank cannot go on under another plan, see `use`."""
         if self.plan is None:
             raise ConfigurationError(
                 "Expected a module that was sharded by a plan, got one that was sharded without: there are no units"
                 " whose plan could change. Make a new module, and apply the plan to it."
             )
-        check_change(self.plan, Plan.from_json(plan.to_json()), may_divide=may_divide)
-        check_blocks(self.module, plan.blocks)
-        self.check_options(plan)
-        place = self.place_in_step()
-        unreduced = [unit.name for unit in self.units if backward.has_unreduced_gradients(unit.handle)]
+        if not is_known:
+            check_change(self.plan, Plan.from_json(plan.to_json()), may_divide=may_divide)
+            check_blocks(self.module, plan.blocks)
+            self.check_options(plan)
+        place, treatments = self.place_in_step(), _treatments_of(plan)
+        waiting = (
+            unit for unit in self.units if not in_window or treatments[unit.name]["reduce"] != unit.treatment["reduce"]
+        )
+        unreduced = [unit.name for unit in waiting if backward.has_unreduced_gradients(unit.handle)]
         if place:
             where = f"is in {place}"
         elif unreduced:
@@ -576,6 +588,10 @@ def _kept(root: Unit) -> Unit:
 def _treatments(unit: Unit) -> Iterator[tuple[str, Treatment]]:
     """Treatments of a unit of a plan, by the names that its slices have as units."""
     return zip(slice_names(unit.name, unit.num_slices), unit.treatments, strict=True)
+
+
+def _treatments_of(plan: Plan) -> dict[str, Treatment]:
+    return dict(each for unit in plan.units for each in _treatments(unit))
 
 
 def _shown(name: str) -> str:

@@ -233,6 +233,34 @@ def refusals():
     return found, apart(*results)
 
 
+def in_windows(units, seed):
+    """Trains a module whose plan changes between micro-batches, whose gradients wait, beside one that keeps its plan.
+
+    Returns:
+        Largest difference, and the last error where gradients would be reduced at another time.
+    """
+    plan = with_sync(base_plan(units), "last")
+    expected, _ = trained(plan)
+    run, losses, told, batches = Run(plan), [], None, batches_by_step()
+    torch.manual_seed(7 + dist.get_rank())
+    for step, given in enumerate(batches):
+        for index, batch in enumerate(given):
+            is_last = index == len(given) - 1
+            with nullcontext() if is_last else run.model.accumulating():
+                loss = run.module(batch) / len(given)
+                run.model.before_backward()
+                loss.backward()
+            losses.append(loss.detach())
+            if not is_last:
+                told = failure(lambda: run.model.use(with_sync(plan, "every"), in_window=True))
+                run.model.use(changed(plan, SAME_SUMS, repr((seed, step))), in_window=True)
+        run.model.before_optimizer_step(run.optimizer)
+        run.optimizer.step()
+        run.model.reshard()
+        run.optimizer.zero_grad()
+    return apart(run.found(losses), expected), told
+
+
 def _in_backward(output, call):
     output.register_hook(lambda _: call())
 
@@ -372,6 +400,15 @@ def test_training_is_bit_equal_to_that_under_one_plan(ranks, kinds, options):
             assert from_one_plan == 0.0
             assert from_ddp < 1e-12
             assert are_names_kept
+
+
+@pytest.mark.parametrize("units", [slow("block"), "both", slow("operators")])
+def test_a_plan_changes_inside_a_step_where_gradients_are_reduced_as_before(ranks, units):
+    for seed in range(2):
+        for difference, (kind, text) in ranks(2).run(in_windows, units=units, seed=seed):
+            assert difference == 0.0
+            assert kind == "ConfigurationError"
+            assert "holds gradients of 'first' that are not reduced yet" in text
 
 
 @pytest.mark.slow
