@@ -4,8 +4,9 @@
 """
 
 from lightning_osdp.scheduler.by_hand import BY_HAND, HandMade, made_by_hand
-from lightning_osdp.scheduler.candidates import Racer, are_close, candidates
+from lightning_osdp.scheduler.candidates import Racer, are_close, candidates, room_for_longer, thriftier
 from lightning_osdp.scheduler.fallback import freeable_bytes, in_micro_batches, with_less_memory
+from lightning_osdp.scheduler.known_batches import KnownBatch, KnownBatches, Room, Shapes, times_longer
 from lightning_osdp.scheduler.pace import ALIKE, WATCHED_STEPS, Pace
 from lightning_osdp.scheduler.planning import ANY_PREFETCH, PlanMethod, judge_plan, make_plan, method_of
 from lightning_osdp.scheduler.race import Race, Turn
@@ -16,10 +17,14 @@ __all__ = [
     "BY_HAND",
     "WATCHED_STEPS",
     "HandMade",
+    "KnownBatch",
+    "KnownBatches",
     "Pace",
     "PlanMethod",
     "Race",
     "Racer",
+    "Room",
+    "Shapes",
     "Turn",
     "are_close",
     "candidates",
@@ -29,5 +34,8 @@ __all__ = [
     "made_by_hand",
     "make_plan",
     "method_of",
+    "room_for_longer",
+    "thriftier",
+    "times_longer",
     "with_less_memory",
 ]

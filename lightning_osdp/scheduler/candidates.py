@@ -3,11 +3,13 @@
 Predictions err by more than such plans differ, so steps of training are to tell which one is fastest, see `Race`.
 Units, slices, micro-batches and the ranks that units are sharded over stay as planned. Candidates vary what forward
 leaves of units, prefetching, blocks that recompute and, where rounding may differ, when gradients are reduced.
+`thriftier` finds one for a longer batch, and `room_for_longer` tells how long a batch each of them has room for.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +21,9 @@ from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.cost import evaluation_peak
 from lightning_osdp.engine import FSDP2, effects_of
+from lightning_osdp.scheduler.known_batches import Room
 from lightning_osdp.scheduler.planned import holds_any, plan_of
 from lightning_osdp.scheduler.planning import ANY_PREFETCH, planned_setting
 
@@ -29,6 +33,15 @@ MOST_CANDIDATES = 5
 """Candidates that are not plain, the plan among them."""
 CLOSE = 1.15
 """Predicted seconds, over those of the fastest, within which predictions leave open which one is faster."""
+ROOMY = 0.8
+"""Part of the memory limit that a plan for a longer batch takes at most, where one can: the next may be longer yet."""
+MOST_LONGER = 8
+"""Factor up to which `room_for_longer` looks."""
+_NUM_HALVINGS = 4
+"""Sizes that `room_for_longer` tries between the batch and the longest one; between two of them peaks are at most the
+chord, for a peak is a largest sum of bytes that grow by the sample."""
+_NUM_SHARES = 4
+"""Steps in which `thriftier` has more blocks recompute, up to all."""
 
 _Change = Callable[[UnitProfile], dict[str, str]]
 """Values of axes that a unit is to have; where these are not offered for the unit, it stays as planned."""
@@ -75,6 +88,72 @@ def candidates(
     return (Racer(name="the plan", plan=plan), *(each.candidate(plan) for each in chosen))
 
 
+def room_for_longer(plan: Plan, profile: ModelProfile, cluster: Cluster, *, num_samples: int) -> Room:
+    """Factors by which a batch may be longer than the profiled one before the plan takes more than its memory limit.
+
+    Bytes are taken to grow at most with the square of a dimension's length, as those of attention do: a batch that is r
+    times as long takes at most as much as one of r^2 times as many samples. At most `MOST_LONGER`; 0 if not even the
+    profiled batch fits.
+
+    Args:
+        plan: of the model, whatever its micro-batches have.
+        profile: of the model on that batch.
+        cluster: ranks and links.
+        num_samples: samples in the batch.
+    """
+    setting, modes = planned_setting(plan.as_profiled(profile), profile, cluster)
+    limit_bytes, most = plan.memory_limit_bytes, num_samples * MOST_LONGER**2
+
+    def room(peak_bytes: Callable[[Setting], float]) -> float:
+        fitting, exceeding = ((samples, peak_bytes(setting.at(samples))) for samples in (num_samples, most))
+        if exceeding[1] <= limit_bytes:
+            return MOST_LONGER
+        if fitting[1] > limit_bytes:
+            return 0.0
+        for _ in range(_NUM_HALVINGS):
+            middle = round(math.sqrt(fitting[0] * exceeding[0]))
+            found = middle, peak_bytes(setting.at(middle))
+            if found[1] <= limit_bytes:
+                fitting = found
+            else:
+                exceeding = found
+        share = (limit_bytes - fitting[1]) / (exceeding[1] - fitting[1])
+        return math.sqrt((fitting[0] + share * (exceeding[0] - fitting[0])) / num_samples)
+
+    return Room(
+        training=room(lambda sized: sized.costs.exact_peak(modes).peak_bytes),
+        evaluating=room(lambda sized: evaluation_peak(sized, modes, engine=sized.bytes_engine)),
+    )
+
+
+def thriftier(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, *, num_samples: int, engine: FSDP2 = ANY_PREFETCH
+) -> Plan:
+    """The fastest variant found of a plan that takes at most `ROOMY` of its memory limit for a longer batch.
+
+    Where there is none, the one with least memory, be it more than the limit. As many units are kept as fit, the
+    smallest first, and more and more blocks recompute, as far as the search space has that. Gradients are reduced as
+    planned, so that the plan can follow even between two micro-batches. Predictions are those of the batch.
+
+    Args:
+        plan: in use for shorter batches.
+        profile: of the model on the longer batch.
+        cluster: ranks and links.
+        num_samples: samples in the batch.
+        engine: settings of prefetching that stay; those that are ``"auto"`` may differ.
+    """
+    planned = dataclasses.replace(plan.as_profiled(profile), micro_batch_size=num_samples)
+    variant = _Variant("the plan", *planned_setting(planned, profile, cluster))
+    roomy = dataclasses.replace(planned, memory_limit_bytes=round(ROOMY * plan.memory_limit_bytes))
+    found = [each for each in _Variants(roomy, profile, variant, engine).thriftier() if each is not None]
+    if found:
+        best = min(found, key=attrgetter("time_s"))
+    else:
+        endless = dataclasses.replace(planned, memory_limit_bytes=2**62)
+        best = min(_Variants(endless, profile, variant, engine).least(), key=attrgetter("peak_bytes"))
+    return dataclasses.replace(best.candidate(planned).plan, micro_batch_size=plan.micro_batch_size)
+
+
 def are_close(found: Sequence[Racer], cluster: Cluster) -> bool:
     """Tells whether predictions leave open which of some candidates is the fastest.
 
@@ -103,6 +182,11 @@ class _Variant:
     def time_s(self) -> float:
         """Predicted seconds of a step."""
         return self.setting.costs.step_time_s(self.modes)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Predicted peak of a step."""
+        return self.setting.costs.exact_peak(self.modes).peak_bytes
 
     def candidate(self, plan: Plan) -> Racer:
         """Plan that it is, in place of the one that it is a variant of."""
@@ -151,23 +235,58 @@ class _Variants:
         found += self._recomputing_otherwise()
         yield from (each for each in found if each is not None)
 
-    def _recomputing_otherwise(self) -> Iterator[_Variant | None]:
-        """Yields the plan without recomputation, and with all blocks recomputing, for memory that keeps more units."""
+    @property
+    def _may_recompute(self) -> Sequence[str] | None:
+        """Names of blocks that can recompute; None where users or the paper's sums leave no choice of blocks."""
         plan = self.plan
         if "recompute" not in plan.search_space.activations or plan.given_blocks or self.planned.setting.is_paper:
-            return
-        if plan.blocks:
-            yield self.made("no recomputation", _all(), blocks=())
-            yield self.made("no recomputation, all ZDP", _all(keep="nothing"), blocks=())
+            return None
         moving = [name for unit in plan.units if "moves" in unit.treatments[0] for name in unit.operators]
-        names = [
+        return [
             block.name
             for block in self.profile.blocks
             if "recompute" in block.segments and not holds_any(block.name, moving)
         ]
+
+    def _recomputing_otherwise(self) -> Iterator[_Variant | None]:
+        """Yields the plan without recomputation, and with all blocks recomputing, for memory that keeps more units."""
+        names = self._may_recompute
+        if names is None:
+            return
+        if self.plan.blocks:
+            yield self.made("no recomputation", _all(), blocks=())
+            yield self.made("no recomputation, all ZDP", _all(keep="nothing"), blocks=())
         if names:
-            blocks = tuple(Block(name=name, treatment=Treatment(saves="recompute")) for name in names)
-            yield self.with_most_kept("all blocks recomputing, fewer collectives", blocks)
+            yield self.with_most_kept("all blocks recomputing, fewer collectives", _recomputing(names))
+
+    def thriftier(self) -> Iterator[_Variant | None]:
+        """Yields variants with ever more blocks recomputing, each with as many units kept as fit."""
+        for blocks in self._with_more_recomputing():
+            yield self.with_most_kept("less memory", blocks, frees=True)
+
+    def least(self) -> list[_Variant]:
+        """Variants with nothing gathered ahead: with units freed or as planned, and blocks recomputing or as planned.
+
+        A unit that is kept for ever may take less than the buffers of its all-gathers.
+        """
+        none_ahead = self.engine.without_prefetch(self.planned.setting.engine.all_ahead)
+        choices = self._with_more_recomputing()
+        found = (
+            self.made("least memory", change, blocks=blocks, ahead=none_ahead)
+            for blocks in dict.fromkeys((choices[0], choices[-1]))
+            for change in (_all(keep="nothing"), _all())
+        )
+        return [each for each in found if each is not None]
+
+    def _with_more_recomputing(self) -> Sequence[tuple[Block, ...]]:
+        """Blocks as planned, then with more and more of the others recomputing."""
+        planned = {block.name: block for block in self.plan.blocks}
+        others = [name for name in self._may_recompute or () if name not in planned or planned[name].kept]
+        chosen = []
+        for share in range(_NUM_SHARES + 1):
+            more = _recomputing(others[: math.ceil(len(others) * share / _NUM_SHARES)])
+            chosen.append(tuple((planned | {block.name: block for block in more}).values()))
+        return [*dict.fromkeys(chosen)]
 
     def made(
         self,
@@ -204,13 +323,26 @@ class _Variants:
         }
         return dataclasses.replace(found, is_plain=True) if kept == {keep} else None
 
-    def with_most_kept(self, name: str, blocks: tuple[Block, ...]) -> _Variant | None:
-        """Variant with as many more units kept from forward to backward as fit, the smallest first."""
-        freed = [unit for unit, _ in self._by_size(is_kept=False)]
-        found, fits, fails = self.made(name, _all(), blocks=blocks), 0, len(freed) + 1
+    def with_most_kept(self, name: str, blocks: tuple[Block, ...], *, frees: bool = False) -> _Variant | None:
+        """Variant with as many more units kept from forward to backward as fit, the smallest first.
+
+        With ``frees`` units that are kept as planned have their turn like others, and are freed where they do not fit.
+        """
+        sizes, kept = self._by_size(is_kept=False), dict(self._by_size(is_kept=True)) if frees else {}
+        units = [unit for unit, _ in sorted([*sizes, *kept.items()], key=lambda each: each[1])]
+
+        def made(number: int) -> _Variant | None:
+            more, left = {*units[:number]}.difference(kept), {*units[number:]} if frees else ()
+
+            def change(unit: UnitProfile) -> dict[str, str]:
+                return {"keep": "whole"} if unit.name in more else {"keep": "nothing"} if unit.name in left else {}
+
+            return self.made(name, change, blocks=blocks)
+
+        found, fits, fails = made(0), 0, len(units) + 1
         while found is not None and fails - fits > 1:
             number = (fits + fails) // 2
-            more = self.made(name, _only(freed[:number], keep="whole"), blocks=blocks)
+            more = made(number)
             if more is None:
                 fails = number
             else:
@@ -237,6 +369,10 @@ class _Variants:
 
 def _all(**values: str) -> _Change:
     return lambda _: values
+
+
+def _recomputing(names: Sequence[str]) -> tuple[Block, ...]:
+    return tuple(Block(name=name, treatment=Treatment(saves="recompute")) for name in names)
 
 
 def _only(names: Sequence[str], **values: str) -> _Change:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import random
 from itertools import permutations
 
@@ -13,8 +14,16 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.engine import FSDP2, check_change, engine_of
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.scheduler import Racer, are_close, candidates, judge_plan, make_plan
-from lightning_osdp.scheduler.candidates import MOST_CANDIDATES, MOST_SLOWER
+from lightning_osdp.scheduler import (
+    Racer,
+    are_close,
+    candidates,
+    judge_plan,
+    make_plan,
+    room_for_longer,
+    thriftier,
+)
+from lightning_osdp.scheduler.candidates import MOST_CANDIDATES, MOST_LONGER, MOST_SLOWER, ROOMY
 from tests import corpus
 from tests.plans import bare_plan
 from tests.tiers import slow
@@ -144,3 +153,62 @@ def test_predictions_leave_open_which_is_fastest_where_the_best_two_are_close_an
     assert not are(1.0, ring=overlapping)
     assert not are(1.0, 1.0, ring=dataclasses.replace(overlapping, overlaps=False))
     assert not are(1.0, 1.0, ring=dataclasses.replace(overlapping, world_size=1))
+
+
+def limited(plan, share):
+    return dataclasses.replace(plan, memory_limit_bytes=round(share * plan.peak_bytes))
+
+
+def peak_bytes(plan, profile, cluster, num_samples):
+    with_samples = dataclasses.replace(plan, micro_batch_size=num_samples)
+    return judge_plan(with_samples, profile, cluster, memory_limit_bytes=2**40).peak_bytes
+
+
+@pytest.mark.parametrize("share", [1.0, 1.3, 3.0])
+def test_room_for_longer_batches_is_that_for_more_samples(share):
+    rooms = set()
+    for plan, profile, cluster in (each for seed in SEEDS for each in planned(seed)[-1:]):
+        size, within = plan.micro_batch_size, limited(plan, share)
+        room, evaluating = room_for_longer(within, profile, cluster, num_samples=size)
+        assert 1 <= room <= MOST_LONGER
+        longest = dataclasses.replace(within, micro_batch_size=math.floor(size * evaluating**2))
+        judged = judge_plan(longest, profile, cluster, memory_limit_bytes=2**40)
+        assert not evaluating or judged.evaluation_peak_bytes <= within.memory_limit_bytes
+        assert peak_bytes(plan, profile, cluster, math.floor(size * room**2)) <= within.memory_limit_bytes
+        if room < MOST_LONGER:
+            assert peak_bytes(plan, profile, cluster, math.ceil(1.3 * size * room**2)) > within.memory_limit_bytes
+        rooms.add(room)
+    assert share == 1.0 or max(rooms) > 1.0
+
+
+def test_there_is_no_room_where_the_batch_itself_does_not_fit():
+    plan, profile, cluster = planned(SEEDS[0])[-1]
+    assert room_for_longer(limited(plan, 0.99), profile, cluster, num_samples=plan.micro_batch_size).training == 0
+
+
+def test_a_thriftier_plan_leaves_room_or_takes_least_and_may_follow_at_any_time():
+    left_room = changed = 0
+    for plan, profile, cluster in (each for seed in SEEDS for each in planned(seed)):
+        num_samples = 4 * plan.micro_batch_size
+        usual_bytes = peak_bytes(plan, profile, cluster, num_samples)
+        for limit_bytes in (plan.memory_limit_bytes, usual_bytes):
+            within = dataclasses.replace(plan, memory_limit_bytes=limit_bytes)
+            found = thriftier(within, profile, cluster, num_samples=num_samples)
+            check_change(plan, found)
+            assert reductions(found) == reductions(plan)
+            assert found.peak_bytes == peak_bytes(found, profile, cluster, num_samples)
+            leaves_room = found.peak_bytes <= ROOMY * limit_bytes
+            assert leaves_room or found.peak_bytes <= usual_bytes
+            left_room += leaves_room
+            changed += how_it_runs(found) != how_it_runs(plan)
+    assert left_room
+    assert changed
+
+
+def test_the_search_space_holds_for_thriftier_plans():
+    for space in (SearchSpace(modes=("DP",)), SearchSpace(activations=("keep",))):
+        for plan, profile, cluster in (each for seed in FEW for each in planned(seed, search_space=space)):
+            found = thriftier(plan, profile, cluster, num_samples=8 * plan.micro_batch_size)
+            modes = {mode for unit in found.units if unit.name for mode in unit.modes}
+            assert modes <= set(space.modes)
+            assert found.blocks == () or "recompute" in space.activations
