@@ -80,6 +80,8 @@ class PeakCounter:
             self._unplanned_bytes.append(sum(t.untyped_storage().nbytes() for t in unplanned))
         if self._live is not None:
             self._num_elements = max(self._num_elements, num_elements)
+            assert trainer.model is not None
+            self._live.track(whole_storages(trainer.model))  # what was freed between two micro-batches was not seen
             self._live.track(tensors_in(batch))
             self._live.__enter__()
 

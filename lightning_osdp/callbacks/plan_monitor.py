@@ -72,7 +72,7 @@ class PlanMonitor(pl.Callback):
     measurement. It is said once of a plan if 50 steps in a row take 15% longer than its first ones with as large
     batches, or if its peak is within 3% of the memory limit although less was predicted. The monitor adds nothing to
     checkpoints. While plans race, values are those of the plan whose turn it is, and there is no peak; the final table
-    is about the steps after the race.
+    is about the steps after the race. Steps under a plan for longer batches are not timed.
 
     Args:
         progress_bar: True shows values in the progress bar.
@@ -96,7 +96,7 @@ class PlanMonitor(pl.Callback):
         self._world_size = trainer.world_size
         self._num_steps, self._global_step, self._is_racing = 0, trainer.global_step, False
         self._shown_s, self._is_over, self._has_retried = 0.0, False, False
-        self._pace, self._has_slowed, self._is_near = Pace(), False, False
+        self._pace, self._has_slowed, self._is_near, self._is_away = Pace(), False, False, False
         self._num_elements, self._elements = 0, deque[int]()  # of this step, and of steps that are not finished
         self._watched: list[tuple[float, int]] = []  # seconds and elements of steps that the pace does not have yet
         self._latest = {}
@@ -155,8 +155,9 @@ class PlanMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         plan = getattr(trainer.strategy, "plan", None)
-        if plan is not None and plan is not self._plan:  # `change_plan` was called: measurements are of the old plan
-            self._begin(trainer, plan)
+        self._is_away = bool(getattr(trainer.strategy, "has_longer_batches", False))
+        if plan is not None and plan is not self._plan and not self._is_away:
+            self._begin(trainer, plan)  # `change_plan` was called: measurements are of the old plan
         self._is_racing = bool(getattr(trainer.strategy, "is_racing", False))
         self._peak.start(trainer, batch, num_steps=self._num_peak_steps)
         self._clock.start()
@@ -173,7 +174,7 @@ class PlanMonitor(pl.Callback):
             return  # gradients accumulate, and the optimizer step comes later
         self._global_step = trainer.global_step
         warm_up_steps = 1 if self._is_racing else WARM_UP_STEPS
-        counts = self._num_steps >= warm_up_steps and not self._peak.is_counting
+        counts = self._num_steps >= warm_up_steps and not self._peak.is_counting and not self._is_away
         self._clock.end_step(counts=counts)
         if counts:
             self._elements.append(self._num_elements)

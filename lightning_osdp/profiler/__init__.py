@@ -11,8 +11,9 @@ from lightning_osdp.profiler.machine.memory import (
     raise_if_fatal,
 )
 from lightning_osdp.profiler.model import TrainingStep, profile_model
+from lightning_osdp.profiler.optimizer import replica_of
 from lightning_osdp.profiler.precision import ComputePrecision
-from lightning_osdp.profiler.step.fake_model import without_values
+from lightning_osdp.profiler.step.fake_model import stand_in, without_values
 from lightning_osdp.profiler.step.run_step import halves_of, loss_in, resized, samples_in, why_not_mean
 from lightning_osdp.profiler.step.same_state import why_state_differs
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
@@ -35,8 +36,10 @@ __all__ = [
     "measure_cluster",
     "profile_model",
     "raise_if_fatal",
+    "replica_of",
     "resized",
     "samples_in",
+    "stand_in",
     "tensors_in",
     "untouched",
     "why_not_mean",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -21,10 +21,11 @@ from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ProfileError, RanksApartError, UntraceableError
 from lightning_osdp.profiler.machine.memory import is_out_of_memory, raise_if_fatal
 from lightning_osdp.profiler.operation_time import Operation, estimate_step, replayed_s, roofline_s
-from lightning_osdp.profiler.optimizer import profile_optimizers
+from lightning_osdp.profiler.optimizer import OptimizedParameter, profile_optimizers
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.profile_parts import (
     bytes_of,
+    known_levels,
     levels_of_blocks,
     profile_blocks,
     profile_crossings,
@@ -79,6 +80,7 @@ def profile_model(
     blocks: Collection[str] | None = None,
     exchanges: bool = False,
     on_host: bool = False,
+    known: ModelProfile | None = None,
     together: Together = alone,
     progress: Progress = silent,
 ) -> ModelProfile:
@@ -100,6 +102,8 @@ def profile_model(
         exchanges: whether to follow operators, so that pairs of them are known whose activations can move in place of
             weights. Only a search space that names ``stationary`` among its modes reads them.
         on_host: whether to time updates on the host, for a search space that names ``host`` among places of states.
+        known: profile of the model on another batch, whose levels blocks have again, and whose optimizer is that of
+            the profile; no parameter then has a state. None: both are found.
         together: runs the step at the same time on all ranks of a job that profile the model; by default this process
             profiles alone.
         progress: called with each stage as it begins, and with the state of the stage.
@@ -135,18 +139,25 @@ def profile_model(
         again = _again(step, trace, seconds, seconds_of, with_results=SELECTIVE in activations)
         operators = find_operators(module, trace.calls)
         segments, levels = profile_segments(operators, trace, seconds), {}
-        if SELECTIVE in activations and again:
+        if SELECTIVE in activations and again and known is not None:
+            levels = known_levels(known)
+        elif SELECTIVE in activations and again:
             # by the rates of another device nothing is timed
             overhead = level_overhead if rates is None else partial(stated_overhead, rates)
             has_device = device.type != "cpu" if rates is None else rates.is_cuda
             levels = levels_of_blocks(trace, segments, again[batch_size], batch_size, overhead, has_device=has_device)
+        if levels:
             progress("tracing levels of recomputation", "")
             trace = with_levels(step, trace, {name: of.kept for name, of in levels.items()})
     progress("profiling the optimizer", "")
-    with untouched(module):
-        optimizer, optimized = profile_optimizers(
-            module, training.optimizers or configured_optimizers, device, rates=rates, on_host=on_host
-        )
+    optimized: Mapping[nn.Parameter, OptimizedParameter] = {}
+    if known is None:
+        with untouched(module):
+            optimizer, optimized = profile_optimizers(
+                module, training.optimizers or configured_optimizers, device, rates=rates, on_host=on_host
+            )
+    else:
+        optimizer = known.optimizer
     crossings = profile_crossings(trace)
     may_be_units = {name for operator in operators for name in (operator.name, *operator.enclosing) if name}
     profiled = profile_operators(module, operators, trace, optimized, precision)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
@@ -74,7 +75,7 @@ def profile_optimizers(
         ProfileError: the module cannot be copied, or an optimizer cannot be run.
     """
     twins = {parameter: stand_in(parameter) for parameter in module.parameters()}
-    optimizers = list(configure(_copied(module, twins)))
+    optimizers = list(configure(_copied(module, {id(parameter): twin for parameter, twin in twins.items()})))
     for optimizer in optimizers:
         check_supported(optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -137,8 +138,23 @@ def _seconds(
     return sum(fixed_s for fixed_s, _ in fixed), total_s / elements if elements else 0.0
 
 
-def _copied(module: nn.Module, twins: Mapping[nn.Parameter, Tensor]) -> nn.Module:
-    memo: dict[int, Any] = {id(p): twin for p, twin in twins.items()}
+def replica_of(module: nn.Module) -> nn.Module:
+    """Copy of a module without values, for later steps on fake tensors: its parameters and buffers are on meta.
+
+    Other tensors, and arrays, datasets and loaders that are attributes, are the module's own: the copy takes no memory.
+
+    Raises:
+        ProfileError: the module cannot be copied.
+    """
+    attributes = [vars(each) for each in module.modules()]
+    values = [value for held in attributes for value in held.values()]
+    shared = [v for v in values if isinstance(v, (Dataset, DataLoader)) or type(v).__module__ == "numpy"]
+    memo = {id(each): each for each in (*tensors_in(attributes), *shared)}
+    tensors = (each for each in (*module.parameters(), *module.buffers()) if each.layout is torch.strided)
+    return _copied(module, memo | {id(each): stand_in(each) for each in tensors})
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     # results of earlier steps that the module still holds cannot be copied, and optimizers do not see them
     attributes = list(tensors_in([vars(m) for m in module.modules()]))
     memo |= {id(tensor): tensor.detach() for tensor in attributes if not tensor.is_leaf}

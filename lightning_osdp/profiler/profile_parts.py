@@ -19,6 +19,7 @@ from lightning_osdp.core.profile import (
     Crossing,
     Cut,
     Level,
+    ModelProfile,
     OperatorProfile,
     ParameterProfile,
     Rerun,
@@ -390,6 +391,14 @@ def levels_of_blocks(
                 levels = find(overhead_s=overhead_s)
             found[work.kind] = BlockLevels(*levels, overhead_s)
     return {name: found[again[name].kind] for name in trace.blocks}
+
+
+def known_levels(profile: ModelProfile) -> dict[str, BlockLevels]:
+    """Levels of the blocks of a profile; seconds that they take beside what runs again are not in it."""
+    return {
+        block.name: BlockLevels(tuple(level.kept for level in block.levels.values()), block.level_gap, 0.0)
+        for block in profile.blocks
+    }
 
 
 def profile_reruns(trace: Trace, may_be_units: Collection[str]) -> dict[str, Rerun]:

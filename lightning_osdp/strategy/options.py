@@ -60,6 +60,7 @@ class Options:
     profile_batch: Any = None
     dry_run: bool | Literal["auto"] = "auto"
     race: bool | Literal["auto"] = False
+    longer_batches: bool = True
     node_size: int | None = None
     start_method: StartMethod = "popen"
     engine: FSDP2 = ANY_PREFETCH
@@ -78,6 +79,7 @@ class Options:
             ("node_size", self.node_size is None or _is_positive(self.node_size), optional),
             ("dry_run", isinstance(self.dry_run, bool) or self.dry_run == "auto", "True, False or 'auto'"),
             ("race", isinstance(self.race, bool) or self.race == "auto", "True, False or 'auto'"),
+            ("longer_batches", isinstance(self.longer_batches, bool), "True or False"),
             ("start_method", self.start_method in methods, f"one of {methods}"),
             ("plan", self.plan is None or isinstance(self.plan, (Plan, str, Path)), "a Plan or the path of one"),
             ("search_space", isinstance(self.search_space, SearchSpace), "None or a SearchSpace"),

@@ -35,6 +35,7 @@ from lightning_osdp.profiler import Census
 from lightning_osdp.strategy.checkpointing import averaging, entries, load, saving
 from lightning_osdp.strategy.checkpointing.entries import Generators
 from lightning_osdp.strategy.dry_run import plan_that_fits
+from lightning_osdp.strategy.longer_batches import LongerBatches, longer_batches_of
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
 from lightning_osdp.strategy.racing import Racing, race_of
@@ -89,6 +90,9 @@ class OSDPStrategy(FSDPStrategy):
             the same up to rounding; the fastest goes on. They race again when steps have become slower. ``"auto"``:
             where predictions leave open which is fastest, and among plans that add up nothing in another order. Not
             with ``Trainer(deterministic=True)`` nor with `plan`.
+        longer_batches: True has all ranks change to a plan with less memory before a batch that is too long for the one
+            in use, and back for shorter ones; an error says so before the step if none has room for it. In fits that
+            are planned for, in automatic optimization, on GPUs and wherever `memory_limit` is given.
         node_size: ranks of a node, between which links are faster than between nodes; None: as the ranks were started,
             by ``LOCAL_WORLD_SIZE`` or the Trainer's ``devices``. Plans are made for nodes of this size.
         cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (equation 1 of the paper).
@@ -119,6 +123,7 @@ class OSDPStrategy(FSDPStrategy):
         profile_batch: Any = None,
         dry_run: bool | Literal["auto"] = "auto",
         race: bool | Literal["auto"] = False,
+        longer_batches: bool = True,
         node_size: int | None = None,
         cost_model: str = "simulate",
         start_method: StartMethod = "popen",
@@ -137,6 +142,7 @@ class OSDPStrategy(FSDPStrategy):
             profile_batch=profile_batch,
             dry_run=dry_run,
             race=race,
+            longer_batches=longer_batches,
             node_size=node_size,
             start_method=start_method,
             engine=pop_prefetch(fsdp_kwargs),
@@ -145,6 +151,7 @@ class OSDPStrategy(FSDPStrategy):
         self._ranks, self._generators = RanksTogether(self), Generators()
         self._setting_up = ExitStack()
         self._racing: Racing | None = None  # None before a fit, and in one without a race
+        self._longer: LongerBatches | None = None  # None before a fit, and in one that keeps its plan for any batch
         self._loading: load.Loading | None = None  # the checkpoint that the Trainer restores
         self.census: Census | None = None  # tensors alive when fit began, on CPU, where live tensors are counted
         # LightningCLI leaves out arguments that are given here: the plan decides them.
@@ -164,6 +171,11 @@ class OSDPStrategy(FSDPStrategy):
     def is_racing(self) -> bool:
         """True while plans take turns in a race: `plan` is then the one whose turn it is."""
         return self._racing is not None and not self._racing.is_over
+
+    @property
+    def has_longer_batches(self) -> bool:
+        """True while a plan is in use that was made for longer batches than the profiled one."""
+        return self._longer is not None and self._longer.number > 0
 
     @property
     def racer(self) -> int | None:
@@ -256,8 +268,9 @@ class OSDPStrategy(FSDPStrategy):
             # Teardown moves the weights to the CPU, where an NCCL group cannot gather them.
             self._launcher.whole_state = self._sharded.whole_state(on_all_ranks=self.num_nodes > 1)
         self._setting_up.close()
-        if self._racing is not None:
-            self._racing.end(self._trainer)  # an error has ended the fit before it could
+        for changing in (self._racing, self._longer):
+            if changing is not None:
+                changing.end(self._trainer)  # an error has ended the fit before it could
         try:
             super().teardown()
             self.checkpoint_io.teardown()  # waits for asynchronous writes; FSDPStrategy does not call it
@@ -305,7 +318,7 @@ class OSDPStrategy(FSDPStrategy):
     def on_train_start(self) -> None:
         self._sharded.begin_fit()
         if self._units.model is not None:
-            self._units.model.end_race()
+            self._units.model.come_back()
         dry_run = self._units.options.dry_run
         if dry_run == "auto":
             dry_run = self.root_device.type != "cpu"
@@ -313,6 +326,9 @@ class OSDPStrategy(FSDPStrategy):
         if dry_run and self.plan is not None and self._trainer.lightning_module.automatic_optimization:
             plan_that_fits(self._trainer, self._units)
         self._racing = race_of(self._trainer, self._units, runs_dry=bool(dry_run))
+        self._longer = longer_batches_of(self._trainer, self._units, self._racing)
+        if self._longer is not None:
+            self._longer.begin(self._trainer)
         if self._racing is not None:
             self._racing.begin(self._trainer)
         self._sharded.carry_hooks()  # hooks of the Trainer may have registered hooks on modules
@@ -321,6 +337,9 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def on_train_end(self) -> None:
         self._sharded.end_fit()
+        if self._longer is not None:
+            self._longer.go_back()
+            self._longer.end(self._trainer)
         if self._racing is not None:
             self._racing.break_off(self._trainer)
             self._racing.end(self._trainer)

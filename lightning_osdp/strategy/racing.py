@@ -109,13 +109,17 @@ class Racing(pl.Callback):
 
     def break_off(self, trainer: pl.Trainer) -> None:
         """Changes to the plan that stays if the race is not over, for the fit is."""
+        self.give_up(trainer, "training ended")
+        if not self.is_over:
+            rank_zero_warn("OSDP: training ended under another plan than the race left; the next fit changes to that.")
+
+    def give_up(self, trainer: pl.Trainer, why: str) -> None:
+        """Changes to the plan that stays, if the race is not over when something ends it."""
         if self.is_over:
             return
         if not self._is_decided:
-            rank_zero_info("OSDP: the race of plans was not over when training ended, so the plan stays as it was.")
+            rank_zero_info(f"OSDP: the race of plans was not over when {why}, so the plan stays as it was.")
         self._settle(trainer)
-        if not self.is_over:
-            rank_zero_warn("OSDP: training ended under another plan than the race left; the next fit changes to that.")
 
     @property
     def _is_timed(self) -> bool:
@@ -176,10 +180,13 @@ class Racing(pl.Callback):
 
     def _watch(self, trainer: pl.Trainer) -> None:
         """Looks at the pace of the plan in use, and begins another race where it has fallen."""
-        plan = self._model.sharded.plan
+        steps, plan = self._taken(), self._model.sharded.plan
+        self._steps_left = WATCHED_STEPS
+        if self._model.lasting is not None:
+            return  # longer batches train under another plan, and take longer
         if plan is not self._watched:  # `change_plan` was called, or there has been no race
             self._pace, self._watched = Pace(), plan
-        self._pace, self._steps_left = self._pace.after(self._taken()), WATCHED_STEPS
+        self._pace = self._pace.after(steps)
         if not self._pace.asks_for_race:
             return
         pace, self._pace = self._pace, dataclasses.replace(self._pace, num_steps=0)
@@ -196,18 +203,18 @@ class Racing(pl.Callback):
         """Has the winner's plan stay, which checkpoints store from now on."""
         assert self._race.winner is not None
         winner, text = self._racers[self._race.winner].plan, self._result()
-        self._model.after_race = dataclasses.replace(winner, notes=(*winner.notes, text))
+        self._model.lasting = dataclasses.replace(winner, notes=(*winner.notes, text))
         self._model.is_raced = True
         rank_zero_info(f"OSDP: {text}")
 
     def _settle(self, trainer: pl.Trainer) -> None:
         """Changes to the plan that stays; where that is refused, tries again after more and more steps."""
-        self._is_decided, staying = True, self._model.after_race
+        self._is_decided, staying = True, self._model.lasting
         assert staying is not None
         if not self._change(staying):
             self._steps_left = self._num_refused
             return
-        self.is_over, self._model.after_race = True, None
+        self.is_over, self._model.lasting = True, None
         winner = self._race.winner
         self._pace = Pace() if winner is None else Pace(self._race.median_s(winner), self._most_elements)
         self._steps_left, self._watched = WATCHED_STEPS, self._model.sharded.plan

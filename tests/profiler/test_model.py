@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import ProfileError, RanksApartError
-from lightning_osdp.profiler import ComputePrecision, TrainingStep, profile_model
+from lightning_osdp.profiler import ComputePrecision, TrainingStep, profile_model, replica_of
 from lightning_osdp.profiler.model import note_on_device
 
 
@@ -106,6 +106,39 @@ def test_bytes_do_not_depend_on_the_batch():
         for name in ("forward_workspace_bytes", "backward_workspace_bytes"):
             assert getattr(one, name).at(5) == pytest.approx(getattr(other, name).at(5), abs=4.0), (one.operator, name)
     assert few.batch_bytes == many.batch_bytes
+
+
+class Blocks(Net):
+    """Equal blocks, each of which attends to all places of a sequence."""
+
+    def __init__(self):
+        super().__init__(lambda m, x: m.attended(x).square().mean())
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 6)) for _ in range(3)])
+        self.register_buffer("scale", torch.ones(6))
+
+    def attended(self, x):
+        for block in self.blocks:
+            x = x + F.dropout(torch.softmax(x @ x.transpose(-1, -2), dim=-1), 0.1) @ block(x) * self.scale
+        return x
+
+
+def test_a_replica_without_values_has_the_bytes_of_the_module_on_another_batch():
+    module, rates = Blocks(), DeviceRates(flops_per_s={"float32": 1e9}, bytes_per_s=1e9)
+    activations = ("keep", "recompute", "selective")
+    short, long = (torch.ones(4, length, 6) for length in (5, 40))
+    known = profile_model(module, short, rates=rates, activations=activations)
+    expected = profile_model(module, long, rates=rates, activations=activations)
+    replica = replica_of(module)
+    found = profile_model(replica, long, rates=rates, activations=activations, known=known)
+    assert found.segments == expected.segments != known.segments
+    assert [block.segments["recompute"] for block in found.blocks] == [
+        block.segments["recompute"] for block in expected.blocks
+    ]
+    levels = [{value: level.kept for value, level in block.levels.items()} for block in known.blocks]
+    assert [{value: level.kept for value, level in block.levels.items()} for block in found.blocks] == levels
+    assert any(levels)
+    assert found.optimizer == known.optimizer
+    assert all(parameter.is_meta for parameter in replica.parameters())
 
 
 def test_a_batch_may_be_a_dict_with_more_than_tensors():

@@ -2,17 +2,19 @@ import threading
 from collections import defaultdict
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import optimizer
-from lightning_osdp.profiler.optimizer import fit_step, front, profile_optimizers
+from lightning_osdp.profiler.optimizer import fit_step, front, profile_optimizers, replica_of
 
 CPU = torch.device("cpu")
 WEIGHT, BIAS = 4 * 48, 4 * 8
@@ -275,6 +277,24 @@ def test_a_module_that_holds_results_of_earlier_steps_is_copied():
     module = model()
     module.outputs = [module(torch.ones(1, 6))]
     assert profiled(lambda m: AdamW(m.parameters()), module=module)[0][0] == 2 * WEIGHT
+
+
+def test_a_replica_has_no_values_and_shares_what_takes_memory():
+    module = model()
+    module[1].weight = module[0].weight
+    module.register_buffer("scale", torch.ones(3))
+    module.mask, module.table = torch.ones(5), np.ones(5)
+    module.data = TensorDataset(torch.ones(5))
+    module.loader = DataLoader(module.data)
+    module.names = ["a"]
+    replica = replica_of(module)
+    assert all(tensor.is_meta for tensor in (*replica.parameters(), *replica.buffers()))
+    assert replica[1].weight is replica[0].weight
+    assert replica[0] is not module[0]
+    assert replica.names is not module.names
+    for name in ("mask", "table", "data", "loader"):
+        assert getattr(replica, name) is getattr(module, name)
+    assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def test_the_users_module_is_untouched():

@@ -139,6 +139,12 @@ def test_a_dry_run_is_on_off_or_left_to_the_device():
         OSDPStrategy(dry_run="always")
 
 
+def test_plans_change_for_longer_batches_or_not():
+    for value in ("auto", None, 1):
+        with pytest.raises(ConfigurationError, match=f"longer_batches must be True or False, got {value!r}"):
+            OSDPStrategy(longer_batches=value)
+
+
 def test_a_race_is_on_off_or_left_to_predictions():
     for race in ("sometimes", None, 1):
         with pytest.raises(ConfigurationError, match=f"race must be True, False or 'auto', got {race!r}"):

@@ -15,12 +15,14 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_osdp.callbacks.peak import elements_in
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler import samples_in
+from lightning_osdp.profiler import samples_in, tensors_in
+from lightning_osdp.scheduler import Shapes
 from lightning_osdp.strategy.batching.loaders import batches_in_order, common_size, copy_loader
 
 NUM_SEARCHED_BATCHES = 100
@@ -158,6 +160,16 @@ def samples_given(loaders: CombinedLoader, batch: Any, wanted: object = None) ->
 def longest_batch(batches: Iterable[Any]) -> Any:
     """Finds the first batch with most elements among the first `NUM_SEARCHED_BATCHES`; None if there is no batch."""
     return max(islice(batches, NUM_SEARCHED_BATCHES), key=elements_in, default=None)
+
+
+def shapes_of(batch: Any) -> Shapes:
+    """Dtypes and shapes of the tensors of a batch; of those without one shape, the number of elements."""
+
+    def shape_of(tensor: Tensor) -> tuple[int, ...]:
+        has_shape = tensor.layout is torch.strided and not tensor.is_nested
+        return tuple(tensor.shape) if has_shape else (tensor.numel(),)
+
+    return tuple((str(tensor.dtype), shape_of(tensor)) for tensor in tensors_in(batch))
 
 
 class BatchWatch:

@@ -40,7 +40,7 @@ from lightning_osdp.strategy.batching.loaders import common_size
 from lightning_osdp.strategy.checkpointing.entries import Resumed, read_plan
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.plan_request import PlanRequest
-from lightning_osdp.strategy.planning.profile_fit import FitProfiler
+from lightning_osdp.strategy.planning.profile_fit import BatchProfiler, FitProfiler
 from lightning_osdp.strategy.planning.publish import shown_progress
 from lightning_osdp.strategy.planning.training_step import ParameterGroup, check_in_children
 from lightning_osdp.strategy.runtime.all_ranks import host_group, on_all_ranks, on_rank_zero
@@ -62,7 +62,9 @@ class Choice(NamedTuple):
     groups: Sequence[ParameterGroup] | None = None
     """Parameter groups of the whole model, until they are compared with those of the sharded one."""
     watch: BatchWatch | None = None
-    """Warning of batches larger than the profiled one."""
+    """Warning of batches larger than the profiled one, where there are no plans for these."""
+    later: BatchProfiler | None = None
+    """Profiler of larger batches, for plans with less memory; None where there are none."""
     profile: ModelProfile | None = None
     cluster: Cluster | None = None
     is_raced: bool = False
@@ -252,8 +254,9 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         rank_zero_info(f"OSDP: {gain} (against your own micro-batches, each of which reduces all gradients)")
     is_unchanged = windows is None and plan.micro_batch_size == current and not is_scaled
     division = Division(None if is_unchanged else workload_of(plan), windows, sizes, profiler.peeked, is_scaled)
-    watch = BatchWatch(profiler.batch, profiler.num_samples)
-    return Choice(plan, division, None, profiler.groups, watch, nearer, cluster, is_raced)
+    later = profiler.of_later_batches(nearer, plan.micro_batch_size)
+    watch = BatchWatch(profiler.batch, profiler.num_samples) if later is None else None
+    return Choice(plan, division, None, profiler.groups, watch, later, nearer, cluster, is_raced)
 
 
 def _measured_cluster(trainer: pl.Trainer, module: pl.LightningModule, options: Options) -> Cluster:

@@ -9,6 +9,7 @@ from pathlib import Path
 from traceback import walk_tb
 from types import TracebackType
 
+import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 
@@ -108,15 +109,20 @@ def _of_memory(strategy: FSDPStrategy, plan: Plan, place: str, turn: str) -> str
     assert strategy.lightning_module is not None
     limit = format_bytes(plan.memory_limit_bytes)
     predicted = f" that is predicted to take {format_bytes(plan.peak_bytes)} of {limit}" if plan.peak_bytes else ""
-    callbacks = callbacks_of(strategy.lightning_module.trainer, ModelCheckpoint)
-    saved = [(each._last_global_step_saved, each._last_checkpoint_saved) for each in callbacks]
-    _, last = max(((step, path) for step, path in saved if path), default=(0, ""))
     return (
         f"OSDP: rank {strategy.global_rank} ran out of memory in {place}, under a plan{predicted}. Pass a lower"
         f" memory_limit than {limit}, so that more is sharded, or use a smaller micro-batch."
         + (f" It was the turn of {turn!r} in a race of plans: race=False trains without one." if turn else "")
-        + (f" The last checkpoint is {Path(last)}." if last else "")
+        + last_checkpoint(strategy.lightning_module.trainer)
     )
+
+
+def last_checkpoint(trainer: pl.Trainer) -> str:
+    """Says which checkpoint a Trainer saved last; empty for none."""
+    callbacks = callbacks_of(trainer, ModelCheckpoint)
+    saved = [(each._last_global_step_saved, each._last_checkpoint_saved) for each in callbacks]
+    _, last = max(((step, path) for step, path in saved if path), default=(0, ""))
+    return f" The last checkpoint is {Path(last)}." if last else ""
 
 
 def explain_echo(error: BaseException, cause: str | None) -> None:

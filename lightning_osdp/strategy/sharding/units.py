@@ -171,12 +171,12 @@ class Units:
                 check_agrees(planned, self.options)
             self._forget_division(trainer)
             plan, self.division = divide_plan(trainer, planned, self.options, resumed)
-            is_in_race = model.after_race is not None
-            if is_in_race:
-                model.after_race = plan  # comes into use once training begins, with nothing left of a broken step
+            is_away = model.lasting is not None
+            if is_away:
+                model.lasting = plan  # comes into use once training begins, with nothing left of a broken step
             elif plan != planned:
                 model.use(plan)
-            if is_in_race or plan != planned or not self._is_for_training:
+            if is_away or plan != planned or not self._is_for_training:
                 publish(trainer, plan)
             self._is_for_training = True
         self.division.begin(trainer)
@@ -271,8 +271,8 @@ class ReusableModel:
 
     Attributes:
         sharded: the module.
-        after_race: plan that it has after a race, until that is in use: the one before the race as long as none has
-            won. None at other times.
+        lasting: plan that training comes back to while it is under another: after a race, that of the winner or, as
+            long as none has won, the one before it; after longer batches, the usual one. None where it is in use.
         is_raced: True once its plan has won a race, in this fit or before the checkpoint that the plan is from.
     """
 
@@ -286,7 +286,7 @@ class ReusableModel:
         is_raced: bool,
     ) -> None:
         self.sharded, self._settings, self._summaries = sharded, settings, summaries
-        self.after_race: Plan | None = None
+        self.lasting: Plan | None = None
         self.is_raced = is_raced
         self._earlier_plans = [*plans]  # plans of the same units that were given, or did not fit in a dry run
         sharded.reusable = self
@@ -297,8 +297,8 @@ class ReusableModel:
 
     @property
     def planned(self) -> Plan | None:
-        """Plan in use or, in a race, the one that training goes on under after it."""
-        return self.after_race or self.sharded.plan
+        """Plan in use or, in a race and for longer batches, the one that training comes back to."""
+        return self.lasting or self.sharded.plan
 
     def use(self, plan: Plan) -> None:
         """Changes to another plan with the same units, and perhaps other micro-batches."""
@@ -309,15 +309,15 @@ class ReusableModel:
 
     def begin_race(self) -> None:
         """Notes the plan in use, before others take turns."""
-        self.after_race = self.sharded.plan
-        assert self.after_race is not None
-        self._earlier_plans.append(self.after_race)
+        self.lasting = self.sharded.plan
+        assert self.lasting is not None
+        self._earlier_plans.append(self.lasting)
 
-    def end_race(self) -> None:
-        """Changes to the plan after a race that an error broke off, in which micro-batches may be others."""
-        if self.after_race is not None:
-            self.sharded.use(self.after_race, may_divide=True)
-        self.after_race = None
+    def come_back(self) -> None:
+        """Changes to the plan that lasts, where a fit ended under another; micro-batches may be others by now."""
+        if self.lasting is not None:
+            self.sharded.use(self.lasting, may_divide=True)
+        self.lasting = None
 
     def show_summaries(self, trainer: pl.Trainer) -> None:
         """Has a Trainer's `ModelSummary` print the summary of the whole model, where there is one of its depth."""

@@ -69,7 +69,7 @@ def varying():
         "longest": fit(profile_batch="longest"),
         "given": fit(profile_batch=given),
         "chosen": fit(profile_batch=choose),
-        "limited": fit(memory_limit=f"{between}B"),
+        "limited": fit(memory_limit=f"{between}B", longer_batches=False),
     }
 
 
