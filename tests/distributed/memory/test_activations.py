@@ -419,7 +419,7 @@ def test_a_model_whose_activations_exceed_the_limit_trains_where_they_may_be_off
             2,
             {"dtype": None, "precision": "bf16-mixed", "accumulate_grad_batches": 2},
             1e-1,
-            [9_000_000, 6_500_000],
+            [8_000_000, 6_500_000],  # everything is kept in 8.5 MB, by the scale of this precision
         ),
     ],
 )
