@@ -14,6 +14,7 @@ ON_THE_HOST = "the tensor is on the host"
 IN_SETUP = "before the first step"
 CHECKPOINT = "while a checkpoint is made"
 NO_TENSOR = "no tensor"
+FOR_THE_HOST = "the host takes a part of the optimizer's step, where a plan keeps states there"
 ON_THE_DEVICE = "from one place on the device to another"
 ALLOWED = {
     ("apply/activations/blocks.py", "updated"): "in the first forward of a block",
@@ -24,14 +25,17 @@ ALLOWED = {
     ("apply/internals/unsharded.py", "report"): "for what the step before has copied to the host",
     ("apply/internals/dtensors.py", "write_rows"): "at the end of gathered(), from one place on the device to another",
     ("apply/internals/in_flight.py", "end"): "on the CPU: only gloo's reduce-scatters end there",
+    ("apply/host_updates.py", "take"): FOR_THE_HOST,
     ("apply/prepare.py", "_copy_from_rank_zero"): IN_SETUP,
     ("apply/prepare.py", "_initialize"): IN_SETUP,
     ("apply/prepare.py", "_with_storage"): IN_SETUP,
     ("apply/prepare.py", "check_initializable"): IN_SETUP,
     ("apply/units.py", "faked"): "in a dry run; ranks of a mesh are on the host",
     ("apply/updates.py", "_is_same"): IN_SETUP,
+    ("apply/updates.py", "_update_on_host"): FOR_THE_HOST,
     ("apply/sharded.py", "kept_shards"): "in a dry run",
     ("apply/sharded.py", "_begin"): IN_SETUP,
+    ("apply/state.py", "_own_rows"): "while a checkpoint is loaded",
     ("apply/state.py", "_whole"): CHECKPOINT,
     ("callbacks/plan_monitor.py", "finished"): "at the end of a fit alone",
     ("strategy/checkpointing/averaging.py", "__init__"): IN_SETUP,
