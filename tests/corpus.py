@@ -174,7 +174,9 @@ def draw_cluster(draw):
     overhead = {
         part: UnitOverhead(fixed_s=draw.choice([0.0, 1e-5]), seconds_per_byte=1e-11, seconds_per_tensor=1e-6)
         for part in UNIT_PARTS
+        if part != "stay"
     }
+    overhead["stay"] = overhead["flatten"]  # a draw of its own would shift all later ones
     return Cluster(
         world_size=world_size,
         node_size=node_size,
