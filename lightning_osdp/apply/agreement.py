@@ -30,6 +30,18 @@ _NUM_CHECKED = 2
 """Number of optimizer steps, with the evaluation before them, in which ranks report each collective beforehand."""
 _STEPS_BETWEEN = 100
 """Steps between two comparisons of nodes, after the first steps: each comparison reads all shards once."""
+_SAME_UNITS = (
+    "Expected every rank to run the same modules in the same order, but they ran different units in this step,"
+    " so that one's weights and gradients would be taken for another's. Call all modules on every rank, with"
+    " inputs that do not count if need be, or make one unit of all that is chosen by rank. To generate for as"
+    " long as each rank likes, do so within `with trainer.strategy.gathered(): ...`."
+)
+_SAME_FUNCTIONS = (
+    "Expected every rank to apply the same functions, with the same numbers, to what is between operators that"
+    " move activations as a pair, for each has some features of all ranks' samples there, but they applied"
+    " others in this step. Take numbers and choices from what is the same on all ranks, or have these operators"
+    " move weights: plan anew by leaving out `plan=`, or with other modes than 'stationary'."
+)
 
 
 class Agreement:
@@ -155,8 +167,8 @@ class Agreement:
             largest = iter(self._largest([*chain(*parts)]))
             order, functions, buffers, written, used = (list(islice(largest, len(part))) for part in parts)
             self._order = self._functions = 0
-            _check_same(*order)
-            _check_functions(*functions)
+            _check_same(*order, _SAME_UNITS)
+            _check_same(*functions, _SAME_FUNCTIONS)
             self._buffers.take(buffers, self._group)
         self._writes.check(written)
         for group in () if self._has_dropped else optimizer.param_groups:
@@ -208,7 +220,7 @@ class Agreement:
             if self._gathered and not self._is_paused:
                 self._check(_EVALUATED)
                 if self._num_exchanging:
-                    _check_functions(*self._largest([self._functions, -self._functions]))
+                    _check_same(*self._largest([self._functions, -self._functions]), _SAME_FUNCTIONS)
         finally:
             self._gathered = None
 
@@ -272,7 +284,7 @@ class Agreement:
         if rows:
             rows[dist.get_rank()] = num_rows
         most, negated_least, *rows = self._largest([event, -event, *rows])
-        _check_same(most, negated_least)
+        _check_same(most, negated_least, _SAME_UNITS)
         return rows
 
     def _check_nodes(self) -> None:
@@ -317,21 +329,7 @@ def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return new_host_group(world)
 
 
-def _check_functions(most: int, negated_least: int) -> None:
+def _check_same(most: int, negated_least: int, expected: str) -> None:
+    """Raises `RanksApartError` with a text unless a number is the same on all ranks."""
     if most != -negated_least:
-        raise RanksApartError(
-            "Expected every rank to apply the same functions, with the same numbers, to what is between operators that"
-            " move activations as a pair, for each has some features of all ranks' samples there, but they applied"
-            " others in this step. Take numbers and choices from what is the same on all ranks, or have these operators"
-            " move weights: plan anew by leaving out `plan=`, or with other modes than 'stationary'."
-        )
-
-
-def _check_same(most: int, negated_least: int) -> None:
-    if most != -negated_least:
-        raise RanksApartError(
-            "Expected every rank to run the same modules in the same order, but they ran different units in this step,"
-            " so that one's weights and gradients would be taken for another's. Call all modules on every rank, with"
-            " inputs that do not count if need be, or make one unit of all that is chosen by rank. To generate for as"
-            " long as each rank likes, do so within `with trainer.strategy.gathered(): ...`."
-        )
+        raise RanksApartError(expected)
