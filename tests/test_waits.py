@@ -18,8 +18,8 @@ FOR_THE_HOST = "the host takes a part of the optimizer's step, where a plan keep
 ON_THE_DEVICE = "from one place on the device to another"
 ALLOWED = {
     ("apply/activations/blocks.py", "updated"): "in the first forward of a block",
-    ("apply/agreement.py", "_largest"): ON_THE_HOST,
-    ("apply/buffers.py", "_copy_from_rank_zero"): ON_THE_DEVICE,
+    ("apply/ranks/agreement.py", "_largest"): ON_THE_HOST,
+    ("apply/ranks/buffers.py", "_copy_from_rank_zero"): ON_THE_DEVICE,
     ("apply/internals/unsharded.py", "_move_back"): ON_THE_DEVICE,
     ("apply/internals/dtensors.py", "_set_data"): ON_THE_DEVICE,
     ("apply/internals/unsharded.py", "report"): "for what the step before has copied to the host",

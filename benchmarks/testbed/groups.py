@@ -12,8 +12,9 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers th
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks.testbed.simulated import SimulatedGroup, SimulatedLinks
-from lightning_osdp.apply import agreement, sharded
+from lightning_osdp.apply import sharded
 from lightning_osdp.apply.internals import in_flight
+from lightning_osdp.apply.ranks import agreement
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from lightning_osdp.apply.activations.blocks import is_inside
-from lightning_osdp.apply.hosts import new_host_group, reaches_hosts
 from lightning_osdp.apply.internals.access import do_nothing
 from lightning_osdp.apply.internals.dtensors import local, num_copies
 from lightning_osdp.apply.internals.gathering import whole_storages
 from lightning_osdp.apply.internals.sharding import refuse_copy
 from lightning_osdp.apply.plan import apply_plan, change_plan, fully_shard_arguments
 from lightning_osdp.apply.prepare import check_initializable
+from lightning_osdp.apply.ranks.hosts import new_host_group, reaches_hosts
 from lightning_osdp.apply.sharded import ShardedModel, host_rows_of, sharded_as
 from lightning_osdp.apply.state import check_number
 from lightning_osdp.apply.stored import StoredShards

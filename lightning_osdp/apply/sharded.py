@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply import state
 from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, is_inside, with_recomputed
-from lightning_osdp.apply.agreement import Agreement
 from lightning_osdp.apply.exchanging import ExchangingUnits
 from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows
 from lightning_osdp.apply.internals import (
@@ -38,6 +37,7 @@ from lightning_osdp.apply.prepare import (
     slices_of,
     unit_initializer,
 )
+from lightning_osdp.apply.ranks.agreement import Agreement
 from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.treatments import accumulate, arguments_of, change
 from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, policy_of, set_prefetch, shard

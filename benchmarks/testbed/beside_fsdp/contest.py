@@ -304,6 +304,6 @@ def after_the_first_steps() -> Iterator[None]:
     """
     with (
         patch("lightning_osdp.callbacks.peak.COUNTED_STEPS", 0),
-        patch("lightning_osdp.apply.agreement._NUM_CHECKED", 1),
+        patch("lightning_osdp.apply.ranks.agreement._NUM_CHECKED", 1),
     ):
         yield

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import Self, override
 
 from lightning_osdp.apply.activations.offload import HostMemory
-from lightning_osdp.apply.buffers import version_of
+from lightning_osdp.apply.ranks.buffers import version_of
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError

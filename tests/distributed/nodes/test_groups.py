@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_osdp.apply import agreement, hosts
+from lightning_osdp.apply.ranks import agreement, hosts
 from lightning_osdp.apply.units import warm_up
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy.runtime import all_ranks

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.buffers import Buffers, apart
-from lightning_osdp.apply.hosts import new_host_group
 from lightning_osdp.apply.internals import access, backward, gathering, unsharded
+from lightning_osdp.apply.ranks.buffers import Buffers, apart
+from lightning_osdp.apply.ranks.hosts import new_host_group
 from lightning_osdp.apply.units import OVER_ALL
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
@@ -167,8 +167,8 @@ class Agreement:
             largest = iter(self._largest([*chain(*parts)]))
             order, functions, buffers, written, used = (list(islice(largest, len(part))) for part in parts)
             self._order = self._functions = 0
-            _check_same(*order, _SAME_UNITS)
-            _check_same(*functions, _SAME_FUNCTIONS)
+            _check_same(order, _SAME_UNITS)
+            _check_same(functions, _SAME_FUNCTIONS)
             self._buffers.take(buffers, self._group)
         self._writes.check(written)
         for group in () if self._has_dropped else optimizer.param_groups:
@@ -220,7 +220,7 @@ class Agreement:
             if self._gathered and not self._is_paused:
                 self._check(_EVALUATED)
                 if self._num_exchanging:
-                    _check_same(*self._largest([self._functions, -self._functions]), _SAME_FUNCTIONS)
+                    _check_same(self._largest([self._functions, -self._functions]), _SAME_FUNCTIONS)
         finally:
             self._gathered = None
 
@@ -283,9 +283,9 @@ class Agreement:
         rows = [0] * self._group.size() if self._num_exchanging and self._group is not None else []
         if rows:
             rows[dist.get_rank()] = num_rows
-        most, negated_least, *rows = self._largest([event, -event, *rows])
-        _check_same(most, negated_least, _SAME_UNITS)
-        return rows
+        largest = self._largest([event, -event, *rows])
+        _check_same(largest[:2], _SAME_UNITS)
+        return largest[2:]
 
     def _check_nodes(self) -> None:
         """Raises `RanksApartError` unless all nodes have the same values of units that each of them has all of."""
@@ -329,7 +329,8 @@ def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return new_host_group(world)
 
 
-def _check_same(most: int, negated_least: int, expected: str) -> None:
-    """Raises `RanksApartError` with a text unless a number is the same on all ranks."""
+def _check_same(hashes: Sequence[int], expected: str) -> None:
+    """Raises `RanksApartError` with a text unless a number is the same on all ranks; its largest and negated least."""
+    most, negated_least = hashes
     if most != -negated_least:
         raise RanksApartError(expected)

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_osdp.apply import hosts
+from lightning_osdp.apply.ranks import hosts
 from lightning_osdp.errors import ConfigurationError
 
 
