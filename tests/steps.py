@@ -1,5 +1,9 @@
-"""Steps to be judged, by ranks whose links take no time; and ranks in nodes, whose links do."""
+"""Steps to be judged, by ranks whose links take no time or in nodes, and assignments beside all that there are."""
 
+import itertools
+import math
+
+from lightning_osdp.assign import assign_modes, fill_spare
 from lightning_osdp.core.cluster import Cluster, Link, Links
 from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import partition
@@ -30,3 +34,27 @@ def step_of(
         ),
         workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches),
     )
+
+
+def numbers_of_all(costs, options):
+    """Seconds and exact peaks of all assignments of these options."""
+    return [(costs.step_time_s(modes), costs.exact_peak(modes).peak_bytes) for modes in itertools.product(*options)]
+
+
+def filled_beside_all(found, assignments, limit_bytes, *, times_best=math.inf, **how):
+    """Assigns and fills within a limit, which it keeps; None where the closed form of the peak allows nothing.
+
+    What comes is no faster than the best of all assignments that fit, and takes at most ``times_best`` as long.
+    """
+    assigned = assign_modes(found, memory_limit_bytes=limit_bytes, **how)
+    if assigned is None:  # the closed form is a bound
+        assert found.costs.least_bytes > limit_bytes
+        return None
+    filled = fill_spare(assigned, memory_limit_bytes=limit_bytes)
+    assert found.costs.exact_peak(assigned.modes).peak_bytes <= limit_bytes
+    assert filled.peak == found.costs.exact_peak(filled.modes)
+    assert filled.peak.peak_bytes <= limit_bytes
+    best_s = min(time_s for time_s, peak_bytes in assignments if peak_bytes <= limit_bytes)
+    assert best_s * (1 - 1e-9) <= filled.step_time_s <= times_best * best_s
+    assert assigned.bound_s <= assigned.step_time_s * (1 + 1e-9)
+    return filled

@@ -12,6 +12,7 @@ from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.cost import Workload, more_optimizer_s
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.search import SOLVERS
+from tests.steps import filled_beside_all, numbers_of_all
 
 LINK = Link(latency_s=0.0, seconds_per_byte=1e-3)
 OPERATORS = [
@@ -77,28 +78,15 @@ def test_seconds_are_of_updates_and_copies_and_bytes_of_states(setting):
 )
 def test_modes_fit_and_are_about_as_fast_as_any_that_do(setting, search, overlaps, world_size, temporaries):
     found = given(setting, OPERATORS[:3], world_size, overlaps, dataclasses.replace(HOST, **temporaries))
-    assignments = [
-        (found.costs.step_time_s(modes), found.costs.exact_peak(modes).peak_bytes)
-        for modes in itertools.product(*found.costs.options)
-    ]
+    assignments = numbers_of_all(found.costs, found.costs.options)
     least, most = (of(peak for _, peak in assignments) for of in (min, max))
     places = set()
     for share in (-0.01, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
         limit_bytes = int(least + share * (most - least))
-        assigned = assign_modes(found, memory_limit_bytes=limit_bytes, search=search)
-        if share < 0:
-            assert assigned is None
-            continue
-        if assigned is None:  # the closed form is a bound
-            assert found.costs.least_bytes > limit_bytes
-            continue
-        filled = fill_spare(assigned, memory_limit_bytes=limit_bytes)
-        assert found.costs.exact_peak(assigned.modes).peak_bytes <= limit_bytes
-        assert filled.peak.peak_bytes <= limit_bytes
-        best_s = min(time_s for time_s, peak_bytes in assignments if peak_bytes <= limit_bytes)
-        assert best_s * (1 - 1e-9) <= filled.step_time_s <= 1.1 * best_s
-        assert assigned.bound_s <= assigned.step_time_s * (1 + 1e-9)
-        places.add(frozenset(mode["states"] for mode in filled.modes[1:]))
+        filled = filled_beside_all(found, assignments, limit_bytes, times_best=1.1, search=search)
+        assert share >= 0 or filled is None
+        if filled is not None:
+            places.add(frozenset(mode["states"] for mode in filled.modes[1:]))
     assert places == {frozenset({"host"}), frozenset({"host", "device"}), frozenset({"device"})}
 
 

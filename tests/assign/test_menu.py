@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_osdp.assign import Setting, assign_modes, block_units, fill_spare
+from lightning_osdp.assign import Setting, assign_modes, block_units
 from lightning_osdp.assign.menu import unbeaten
 from lightning_osdp.core.axes import DP, NAMED_MODES, RESIDENT, ZDP, modes_of
 from lightning_osdp.core.cluster import Cluster
@@ -15,7 +15,7 @@ from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
 from tests import corpus
-from tests.steps import SLOW
+from tests.steps import SLOW, filled_beside_all, numbers_of_all
 
 MOST_ASSIGNMENTS = 4000
 
@@ -126,18 +126,10 @@ def test_frozen_units_are_resident_as_far_as_memory_allows(setting, overlaps, nu
     costs, numbers = found.costs, set()
     offered = [{mode.name for mode in options} for options in costs.options[1:]]
     assert offered == [{"ZDP", "DP", "resident"}, {"ZDP", "DP"}] * 3
-    every = [
-        (costs.step_time_s(modes), costs.exact_peak(modes).peak_bytes) for modes in itertools.product(*costs.menus)
-    ]
+    every = numbers_of_all(costs, costs.menus)
     sizes = [peak_bytes for _, peak_bytes in every]
     for limit_bytes in range(min(sizes), max(sizes) + 500, 100):
-        assigned = assign_modes(found, memory_limit_bytes=limit_bytes)
-        if assigned is None:  # the closed form is a bound
-            assert costs.least_bytes > limit_bytes
-            continue
-        filled = fill_spare(assigned, memory_limit_bytes=limit_bytes)
-        assert costs.exact_peak(filled.modes).peak_bytes <= limit_bytes
-        assert min(s for s, peak_bytes in every if peak_bytes <= limit_bytes) * (1 - 1e-9) <= filled.step_time_s
-        assert assigned.bound_s <= assigned.step_time_s * (1 + 1e-9)
-        numbers.add([mode.name for mode in filled.modes].count("resident"))
+        filled = filled_beside_all(found, every, limit_bytes)
+        if filled is not None:
+            numbers.add([mode.name for mode in filled.modes].count("resident"))
     assert {3} < numbers  # and fewer under lower limits

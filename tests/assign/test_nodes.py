@@ -1,16 +1,14 @@
 """Modes on several nodes: what is left in each node is chosen where that is worth its bytes, and never beyond them."""
 
 import dataclasses
-import itertools
 
 import pytest
 
-from lightning_osdp.assign import assign_modes, fill_spare
 from lightning_osdp.core.axes import NAMED_MODES, modes_of
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2, effects_of
 from lightning_osdp.search import SOLVERS
-from tests.steps import FAST, SLOW, TWO_NODES
+from tests.steps import FAST, SLOW, TWO_NODES, filled_beside_all, numbers_of_all
 
 OPERATORS = [
     {"name": f"{index}", "parameter_bytes": num_bytes, "activation_bytes_per_sample": 100, "forward_s_per_sample": 0.1}
@@ -35,14 +33,6 @@ def names(modes):
     return [mode.name for mode in modes]
 
 
-def every(found):
-    """Time and exact peak of all assignments."""
-    return [
-        (found.costs.step_time_s(modes), found.costs.exact_peak(modes).peak_bytes)
-        for modes in itertools.product(*found.costs.options)
-    ]
-
-
 def test_all_gathers_inside_of_nodes_take_the_time_of_their_links(setting):
     found = given(setting)
     zdp, hpz, dp, hsdp, hdp = (
@@ -64,25 +54,15 @@ def test_all_gathers_inside_of_nodes_take_the_time_of_their_links(setting):
 def test_modes_fit_and_are_about_as_fast_as_any_that_do(setting, search, num_micro_batches, overlaps):
     operators = OPERATORS[: 4 if num_micro_batches == 1 else 3]
     found = given(setting, operators, num_micro_batches=num_micro_batches, overlaps=overlaps)
-    assignments = every(found)
+    assignments = numbers_of_all(found.costs, found.costs.options)
     least, most = (of(peak for _, peak in assignments) for of in (min, max))
     chosen = set()
     for share in (-0.01, 0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0):
         limit_bytes = int(least + share * (most - least))
-        assigned = assign_modes(found, memory_limit_bytes=limit_bytes, search=search)
-        if share < 0:
-            assert assigned is None
-            continue
-        if assigned is None:  # the closed form is a bound
-            assert found.costs.least_bytes > limit_bytes
-            continue
-        filled = fill_spare(assigned, memory_limit_bytes=limit_bytes)
-        assert found.costs.exact_peak(assigned.modes).peak_bytes <= limit_bytes
-        assert filled.peak.peak_bytes <= limit_bytes
-        best_s = min(time_s for time_s, peak_bytes in assignments if peak_bytes <= limit_bytes)
-        assert best_s * (1 - 1e-9) <= filled.step_time_s
-        assert assigned.bound_s <= assigned.step_time_s * (1 + 1e-9)
-        chosen.update(names(filled.modes))
+        filled = filled_beside_all(found, assignments, limit_bytes, search=search)
+        assert share >= 0 or filled is None
+        if filled is not None:
+            chosen.update(names(filled.modes))
     assert chosen == {*TRAINED}
 
 
