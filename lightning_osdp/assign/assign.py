@@ -60,11 +60,13 @@ def assign_modes(
         worth_s: a step time that is of no use: where none below it is possible, the modes are not improved further.
     """
     first = found = _assigned(setting, memory_limit_bytes, search, worth_s)
-    leaves_out = first is not None and any(mode.needs_nodes or effects_of(mode).is_passed_over for mode in first.modes)
-    if first is not None and setting.costs.hosted:
+    if first is None:
+        return None
+    if setting.costs.hosted:
         return _as_simulated(first, memory_limit_bytes, search, worth_s)
-    if first is None or (len(setting.activations) == 1 and not leaves_out):
-        return found
+    leaves_out = any(mode.needs_nodes or effects_of(mode).is_passed_over for mode in first.modes)
+    if len(setting.activations) == 1 and not leaves_out:
+        return first
     # The closed form may leave out what a block keeps beside its gathered unit, what is larger in nodes, what is
     # gathered ahead in place of units that gather nothing, and activations of all ranks while these run.
     room_bytes = memory_limit_bytes
@@ -98,9 +100,11 @@ def _as_simulated(first: Assignment, memory_limit_bytes: int, search: str, worth
     best = replace(first, modes=least, step_time_s=costs.step_time_s(least), is_exact=True)
     fits, fails = (costs.memory.peak_bytes(modes) for modes in (least, first.modes))
     for _ in range(MAX_TRIES):
+        if fails - fits < 2:
+            break
         room_bytes = max((fits + fails) // 2, fails - excess)
         found = _assigned(setting, room_bytes, search, worth_s, before=first)
-        if found is None or fails - fits < 2:
+        if found is None:
             break
         excess = costs.exact_peak_bytes(found.modes) - memory_limit_bytes
         if excess > 0:
