@@ -61,10 +61,12 @@ def stepping_on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Ite
         yield
         return
     rows, is_over = ExitStack(), False
+    held: Sequence[tuple[DTensor, DTensor]] = ()
 
     def swap() -> None:
+        nonlocal held
         if not is_over:
-            rows.enter_context(on_rows(optimizer, host))
+            held = rows.enter_context(on_rows(optimizer, host))
 
     def begin(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Makes the arithmetic on rows follow the closure of the step, if it has one."""
@@ -88,8 +90,10 @@ def stepping_on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Ite
         rows.close()
 
     def end_on_host(*_: object) -> None:
+        nonlocal held
         end()
-        _update_on_host(optimizer, host)
+        _update_on_host(optimizer, held, host)
+        held = ()
 
     # `begin` is the last hook before the step, for the closure that other hooks leave; `end_on_host` is the first
     # one after it.
@@ -103,11 +107,12 @@ def stepping_on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Ite
 
 
 @contextmanager
-def on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Iterator[None]:
+def on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Iterator[Sequence[tuple[DTensor, DTensor]]]:
     """Gives an elementwise optimizer this rank's rows in place of DTensors, which see all changes, within the context.
 
     Its groups have rows, as plain tensors with gradients, and its state is keyed by them. Nothing is copied. They have
-    none of what ``host`` holds. Where a tensor has not the layout of its parameter, nothing changes.
+    none of what ``host`` holds: the context gives pairs of such parameters and their gradients. Where a tensor has not
+    the layout of its parameter, nothing changes.
     """
     pairs = _with_gradients(optimizer) if is_elementwise(optimizer) else None
     left_out = host.held_in(optimizer)
@@ -118,7 +123,7 @@ def on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Iterator[Non
             " in SearchSpace(states=...)."
         )
     if not pairs:
-        yield
+        yield ()
         return
     stepped = [
         Stepped(parameter, dtensors.local(parameter), dtensors.local(gradient))
@@ -126,13 +131,11 @@ def on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Iterator[Non
         if id(parameter) not in left_out
     ]
     with _computing_with(optimizer, stepped, left_out):
-        yield
+        yield [pair for pair in pairs if id(pair[0]) in left_out]
 
 
-def _update_on_host(optimizer: Optimizer, host: HostRows) -> None:
+def _update_on_host(optimizer: Optimizer, pairs: Sequence[tuple[DTensor, DTensor]], host: HostRows) -> None:
     """Takes the step of an elementwise optimizer for what the host holds, unseen by modes that count for the device."""
-    held = host.held_in(optimizer)
-    pairs = [pair for pair in _with_gradients(optimizer) or () if id(pair[0]) in held] if held else []
     if not pairs:
         return
     with torch.no_grad(), _disable_current_modes():
