@@ -269,20 +269,20 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: o
     parameters: dict[str, Any] = dict(module._parameters)
     for name, parameter in parameters.items():
         whole = state_dict.get(f"{prefix}{name}")
-        if isinstance(parameter, DTensor) and isinstance(whole, Tensor) and whole.shape == parameter.shape:
-            state_dict[f"{prefix}{name}"] = _rows(whole, parameter)
+        if not isinstance(parameter, DTensor) or not isinstance(whole, Tensor) or isinstance(whole, DTensor):
+            continue
+        if whole.shape == parameter.shape:
+            state_dict[f"{prefix}{name}"] = dtensors.of_rows(_rows(whole, parameter), parameter)
 
 
-def _rows(whole: Tensor, like: DTensor) -> DTensor:
-    """DTensor of this rank's part of a whole tensor, as a view, with the layout of another one; a DTensor unchanged."""
-    if isinstance(whole, DTensor):
-        return whole
+def _rows(whole: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of a whole tensor, as a view, with the layout of a DTensor."""
     cut = cut_of(like)
     if cut is None:  # a scalar
-        return dtensors.of_rows(whole.detach(), like)
+        return whole.detach()
     group, dim = cut
     first = min(group.rank() * -(-like.shape[dim] // group.size()), like.shape[dim])  # as torch.chunk cuts
-    return dtensors.of_rows(whole.detach().narrow(dim, first, like.to_local().shape[dim]), like)
+    return whole.detach().narrow(dim, first, like.to_local().shape[dim])
 
 
 def _own_rows(value: Any, parameter: object, *, on_host: bool = False) -> Any:
@@ -290,8 +290,10 @@ def _own_rows(value: Any, parameter: object, *, on_host: bool = False) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        rows = _rows(value, parameter).clone()
-        return dtensors.of_rows_there(dtensors.local(rows).cpu(), parameter) if on_host else rows
+        rows = _rows(value, parameter)
+        if on_host:  # the device need not have room for them
+            return dtensors.of_rows_there(rows.to("cpu", copy=True), parameter)
+        return dtensors.of_rows(rows, parameter).clone()
     return value.clone()
 
 
