@@ -337,7 +337,9 @@ class ShardedModel:
             self.check_options(plan)
         place, treatments = self.place_in_step(), _treatments_of(plan)
         waiting = (
-            unit for unit in self.units if not in_window or treatments[unit.name]["reduce"] != unit.treatment["reduce"]
+            unit
+            for unit in self.units
+            if not in_window or effects_of(treatments[unit.name]).reductions != effects_of(unit.treatment).reductions
         )
         unreduced = [unit.name for unit in waiting if backward.has_unreduced_gradients(unit.handle)]
         if place:
