@@ -121,7 +121,9 @@ class LongerBatches(pl.Callback):
 
     def go_back(self) -> None:
         """Changes to the usual plan, at the end of a fit; if that is refused, the next fit does so."""
-        if self.number and self._plan_is_own:
+        if not self._plan_is_own:
+            self._begin_on_another()
+        elif self.number:
             self._change(0)
 
     def end(self, trainer: pl.Trainer) -> None:
@@ -202,8 +204,11 @@ class LongerBatches(pl.Callback):
         return self._racing is not None and not self._racing.is_over
 
     def _begin_on_another(self) -> None:
+        """Begins anew after a race, or `change_plan`, has changed the plan, which training then does not leave."""
         plan = self._model.sharded.plan
         assert plan is not None
+        if self._model.lasting is self._plans[0]:
+            self._model.lasting = None
         self._begin_with(plan)
 
     def _change(self, number: int) -> None:

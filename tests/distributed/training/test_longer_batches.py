@@ -1,5 +1,6 @@
 """Batches that become longer than planned for: all ranks change to a plan that has room for them, and back."""
 
+import dataclasses
 import functools
 import warnings
 from unittest import mock
@@ -13,11 +14,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_osdp import OSDPPrecision, OSDPStrategy, Plan, PlanMonitor, SearchSpace
+from lightning_osdp import OSDPPrecision, OSDPStrategy, Plan, PlanMonitor, SearchSpace, change_plan
 from lightning_osdp.callbacks import peak
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.strategy import longer_batches
+from lightning_osdp.strategy.sharding.units import reusable_model
 from tests.distributed.support.fits import largest_difference, shared_folder, trainer, without_measuring
 from tests.distributed.support.models import Base
 from tests.distributed.support.user_runs import ddp
@@ -279,6 +281,27 @@ def ends_a_race():
     return recorder.numbers, races.is_over, fit.strategy.plan == recorder.plans[0], told.call_count
 
 
+class Changing(L.Callback):
+    """Change of the plan by a user, in a fit's fifth batch."""
+
+    reads_parameters = False
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 4:
+            change_plan(pl_module, dataclasses.replace(trainer.strategy.plan, notes=("the user's",)))
+
+
+def is_changed_by_hand(num_left):
+    """Notes of the plans that a fit, and the next one, end under that a user changes for longer batches."""
+    limit_bytes, module = round(1.02 * usual_bytes()), Reader().double()
+    lengths = [FIRST] * 3 + [8 * FIRST] * 2 + [FIRST] * num_left
+    _, _, recorder, _ = fitted(limited(limit_bytes), lengths, module=module, callbacks=[Changing()])
+    model = reusable_model(module)
+    of_both = [model.planned.notes, model.sharded.plan.notes]
+    again, *_ = fitted(limited(limit_bytes), [FIRST], module=module)
+    return recorder.numbers[3], model.lasting, [*of_both, again.strategy.plan.notes]
+
+
 def check(found, *, sizes):
     for each in found:
         assert each["counted"] <= each["limit"]
@@ -359,6 +382,14 @@ def test_validation_batches_that_are_longer_have_a_plan_of_their_own(ranks):
         assert 0.8 * rank < share <= 1
         assert lasting is None
         assert told == []
+
+
+@pytest.mark.parametrize("num_left", [2, slow(0)])
+def test_a_plan_that_a_user_changes_to_meanwhile_stays(ranks, num_left):
+    for number, lasting, notes in ranks(2).run(is_changed_by_hand, num_left=num_left):
+        assert number > 0
+        assert lasting is None
+        assert notes == [("the user's",)] * 3
 
 
 @pytest.mark.slow
