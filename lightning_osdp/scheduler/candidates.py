@@ -121,7 +121,7 @@ def room_for_longer(plan: Plan, profile: ModelProfile, cluster: Cluster, *, num_
         return math.sqrt((fitting[0] + share * (exceeding[0] - fitting[0])) / num_samples)
 
     return Room(
-        training=room(lambda sized: sized.costs.exact_peak(modes).peak_bytes),
+        training=room(lambda sized: sized.costs.exact_peak_bytes(modes)),
         evaluating=room(lambda sized: evaluation_peak(sized, modes, engine=sized.bytes_engine)),
     )
 
@@ -186,7 +186,7 @@ class _Variant:
     @cached_property
     def peak_bytes(self) -> int:
         """Predicted peak of a step."""
-        return self.setting.costs.exact_peak(self.modes).peak_bytes
+        return self.setting.costs.exact_peak_bytes(self.modes)
 
     def candidate(self, plan: Plan) -> Racer:
         """Plan that it is, in place of the one that it is a variant of."""

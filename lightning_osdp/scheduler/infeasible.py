@@ -114,7 +114,7 @@ def _on_host(setting: Setting, peak: PeakMemory) -> str:
     )
     modes = tuple(mode.but(states=place) for mode in setting.modes for place in ("host", "device"))
     offering = dataclasses.replace(setting, profile=profile, modes=modes)
-    needed_bytes = offering.costs.exact_peak(offering.costs.least_memory_modes).peak_bytes
+    needed_bytes = offering.costs.exact_peak_bytes(offering.costs.least_memory_modes)
     if needed_bytes > _WORTH_TELLING * peak.peak_bytes:
         return ""
     return (

@@ -192,7 +192,7 @@ def _plan(best: Candidate, sweep: Sweep, most_samples_per_s: float) -> Plan:
     assignment, setting = best.assignment, best.assignment.setting
     memory_limit_bytes, space = sweep.competition.memory_limit_bytes, sweep.competition.space
     plain, plain_modes = sweep.plain(best)
-    plain_peak_bytes = plain.costs.exact_peak(plain_modes).peak_bytes
+    plain_peak_bytes = plain.costs.exact_peak_bytes(plain_modes)
     ratio = setting.workload.num_samples / plain.workload.num_samples if plain_peak_bytes <= memory_limit_bytes else 0.0
     return plan_of(
         assignment,
