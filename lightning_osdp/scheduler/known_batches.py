@@ -53,7 +53,12 @@ class KnownBatches:
     """Batches that are known, and plans by number: 0 is the usual one, and others have been made for longer batches."""
 
     batches: tuple[KnownBatch, ...]
-    num_plans: int = 1
+    """Batches, at least one."""
+
+    @property
+    def num_plans(self) -> int:
+        """Number of plans."""
+        return len(self.batches[0].rooms)
 
     def plan_for(self, shapes: Shapes, *, evaluates: bool = False) -> int:
         """Number of the first plan that has room for a batch, as all plans after it have; `num_plans` if none has."""
@@ -66,4 +71,4 @@ class KnownBatches:
     def under(self, rooms: Sequence[Sequence[Room]]) -> KnownBatches:
         """These batches with other rooms: one sequence for each batch, with one for each plan."""
         batches = tuple(replace(each, rooms=(*own,)) for each, own in zip(self.batches, rooms, strict=True))
-        return KnownBatches(batches, num_plans=len(rooms[0]))
+        return KnownBatches(batches)

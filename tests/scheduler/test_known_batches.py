@@ -44,8 +44,7 @@ def test_a_batch_has_the_first_plan_from_which_on_all_have_room():
         (
             KnownBatch(tokens((4, 64)), 4, rooms(1.0, 2.0, 4.0)),
             KnownBatch(tokens((1, 256)), 1, rooms(0.0, 0.0, 1.5)),
-        ),
-        num_plans=3,
+        )
     )
     assert known.plan_for(tokens((4, 64))) == 0
     assert known.plan_for(tokens((4, 65))) == 1
