@@ -47,7 +47,8 @@ RECOMPUTED = 0.05
 """Largest error of the throughput of what recomputes everything, beside the same that keeps everything."""
 _REDUCED = "reduced gradients"
 _BLOCK = re.compile(r".*?\.\d+(?=\.)")
-_EVERY = {"second": 2, "third": 3, "fourth": 4}
+_EVERY = {"none": 0, "by operation": 0, "full": 1, "every second block": 2}
+"""Checkpointing -> number of blocks of which one recomputes all of its forward; 0: none does."""
 _DIFFERENCE = "C"
 """The set of which only the difference between its rows can be told."""
 FSDP1 = {"FULL_SHARD": ZDP, "SHARD_GRAD_OP": DP, "HYBRID_SHARD": HSDP, "HYBRID_SHARD_ZERO2": HDP}
@@ -68,8 +69,7 @@ class Case:
     batch: int
     """Samples of one GPU, in one micro-batch."""
     checkpointing: str
-    """``none``, ``full``, ``every second block`` (``third``, ``fourth``), or ``by operation``, as torchtitan chooses
-    operations."""
+    """``none``, ``full``, ``every second block``, or ``by operation``, as torchtitan chooses operations."""
     strategy: str = "fully_shard"
     """Strategy: ``fully_shard``, one of `FSDP1`, or ``DDP``."""
     reshard: str = "default"
@@ -172,14 +172,15 @@ def _counted(case: Case, machine: Machine, modes: Sequence[Treatment]) -> dict[s
     sizes = _sizes(case.model)
     if case.gib is None or case.allocated or case.strategy != "fully_shard" or sizes.kind == "demo":
         return {}
-    every = {"full": 1, "by operation": 1}.get(case.checkpointing, _every(case.checkpointing))
+    is_by_operation = case.checkpointing == "by operation"
+    every = 1 if is_by_operation else _EVERY[case.checkpointing]
     found = reserved(
         sizes,
         sequence=case.sequence,
         batch=case.batch,
         world_size=machine.world_size,
         checkpointed=frozenset(range(every - 1, sizes.layers, every) if every else ()),
-        by_operation=case.checkpointing == "by operation",
+        by_operation=is_by_operation,
         resharded=frozenset(index for index, mode in enumerate(modes[1:]) if mode == ZDP),
         zeroes_first=case.zeroes_first,
     )
@@ -188,12 +189,6 @@ def _counted(case: Case, machine: Machine, modes: Sequence[Treatment]) -> dict[s
         "allocator_gib": found.reserved_bytes / _GIB,
         "largest_stream_gib": found.by_stream[0] / _GIB,
     }
-
-
-def _every(checkpointing: str) -> int | None:
-    """Number of blocks of which one is checkpointed; None where that is not how they are chosen."""
-    words = checkpointing.split()
-    return _EVERY[words[1]] if words[0] == "every" else None
 
 
 def _setting(case: Case, profile: ModelProfile, machine: Machine) -> Setting:
@@ -206,9 +201,8 @@ def _setting(case: Case, profile: ModelProfile, machine: Machine) -> Setting:
         engine=FSDP2(asynchronous_unshard=False) if case.strategy == "fully_shard" else FSDP2(forward_prefetch=True),
     )
     names = [block.name for block in profile.blocks]
-    every = _every(case.checkpointing)
-    chosen = names if case.checkpointing == "full" else names[every - 1 :: every] if every else []
-    return setting.with_blocks(dict.fromkeys(chosen, "recompute"))
+    every = _EVERY[case.checkpointing]
+    return setting.with_blocks(dict.fromkeys(names[every - 1 :: every] if every else (), "recompute"))
 
 
 def _by_block(profile: ModelProfile) -> dict[str, list[str]]:
