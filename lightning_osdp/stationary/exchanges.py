@@ -45,6 +45,11 @@ class Call:
     """Called on each rank with a number for each function of features and what it is given, see `Features`."""
 
 
+def is_in_torch_func() -> bool:
+    """Tells if a function runs that ``torch.func`` transforms: exchanges cannot be part of one."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def part_sizes(total: int, num_ranks: int) -> list[int]:
     """Sizes of the parts that ranks have of so many rows or columns, as ``torch.chunk`` and ``fully_shard`` cut.
 

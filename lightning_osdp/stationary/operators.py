@@ -26,6 +26,7 @@ from lightning_osdp.splitting import class_name, inside_compiled, parameter_like
 from lightning_osdp.stationary.exchanges import (
     Call,
     gather,
+    is_in_torch_func,
     own_part,
     part_sizes,
     sum_up,
@@ -63,7 +64,7 @@ class Ranks:
         Raises:
             ConfigurationError: ``torch.func`` calls it.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_in_torch_func():
             raise ConfigurationError(
                 "Expected operators that move activations to be called outside of torch.func, which cannot transform"
                 " exchanges between ranks. Plan anew by leaving out `plan=`, or have them move weights."

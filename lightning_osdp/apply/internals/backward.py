@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.apply.internals import access, gathering
+from lightning_osdp.stationary.exchanges import is_in_torch_func
 
 
 def _reduce_unfrozen(groups: Sequence[Any]) -> None:
@@ -137,7 +138,7 @@ class BackwardWatch:
         Hooks of the outputs of the unit do not run for tensors that ``torch.func`` differentiates, and backward comes
         to the unit at any time.
         """
-        if torch._C._functorch.peek_interpreter_stack() is None:
+        if not is_in_torch_func():
             return post_forward(*args)
         self._transformed.add(group)
         group.reshard = access.do_nothing

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_osdp.core.profile import Span
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.step.snapshot import storage_key
+from lightning_osdp.stationary.exchanges import is_in_torch_func
 
 Stack = tuple[str, ...]
 """Names of the modules that are running, innermost first, always ending with the root ``""``."""
@@ -83,7 +84,7 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
         if name not in calls.signatures:
             calls.signatures[name] = _signature(child, (args, kwargs))
         calls.stacks.setdefault(name, set()).add(tuple(reversed(stack)))
-        if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not torch.is_grad_enabled() or is_in_torch_func():
             calls.apart.add(name)
 
     def leave(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:

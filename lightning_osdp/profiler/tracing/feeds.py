@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Position
 from lightning_osdp.splitting.splitters import SPLITTERS, class_name
+from lightning_osdp.stationary.exchanges import is_in_torch_func
 from lightning_osdp.stationary.features import is_elementwise, is_number_of_all, is_of_one_rank
 
 
@@ -62,8 +63,8 @@ class Feeds(TorchDispatchMode):
 
     def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Hook before an operator."""
-        if self.position.in_backward or torch._C._functorch.peek_interpreter_stack() is not None:
-            return  # torch.func, which transforms no exchanges, sees other tensors than the model's
+        if self.position.in_backward or is_in_torch_func():  # which sees other tensors than the model's
+            return
         self.running, given = self.position.now, [*tensors_in((args, kwargs))]
         (tensor,) = given if len(given) == 1 else (None,)
         may_exchange = tensor is not None and torch.is_grad_enabled()
@@ -121,7 +122,7 @@ class Feeds(TorchDispatchMode):
         Sizes never come to be an operation, and a parameter may be cast before it does. Whatever ``torch.func``
         transforms looks at what it is given.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_in_torch_func():
             for tensor in given:
                 self._take(self._of.get(storage_key(_unwrapped(tensor)), frozenset()), None)
             return
