@@ -139,9 +139,14 @@ def profile_exchanges(
         and module.get_submodule(operator.name) not in in_graphs
         and not refusal_of_one(module, operator.name)
     }
+    embeddings = {name for name in may if isinstance(module.get_submodule(name), nn.Embedding)}
     if not is_followed:
         alone = {name for name in may - trace.calls.apart if len(trace.calls.spans.get(name, ())) == 1}
-        return tuple(_by_first_call(each, each.cut) for each in operators if each.name in alone and each.cut)
+        return tuple(
+            _by_first_call(each, each.cut, is_embedding=each.name in embeddings)
+            for each in operators
+            if each.name in alone and each.cut
+        )
     sequence, found = trace.calls.sequence, list[Exchange]()
     for index, name in enumerate(sequence):
         at = {size: parts[index] for size, parts in trace.activations.items()}
@@ -155,26 +160,25 @@ def profile_exchanges(
         }
         saved = _affine({size: part.own_saved_bytes for size, part in at.items()})
         made = _affine({size: each.output_bytes for size, each in handed.items()})
-        is_embedding = isinstance(module.get_submodule(name), nn.Embedding)
-        kind = _kind_alone(first.input_bytes, first.output_bytes, is_embedding=is_embedding)
+        kind = _kind_alone(first.input_bytes, first.output_bytes, is_embedding=name in embeddings)
         found.append(Exchange(kind, (name,), **given, output_bytes=made, saved_bytes=saved))
         places = [index, *(index + each for each in (first.beside, first.feeds) if each is not None)]
         members = tuple(sequence[place] for place in places)
         is_pair = first.feeds is not None and places == sorted(places) and may.issuperset(members)
         of_last = {size: parts[places[-1]].handed for size, parts in trace.activations.items()}
         is_always = len({(each.feeds, each.beside) for each in handed.values()}) == 1 and None not in of_last.values()
-        if is_pair and is_always and not is_embedding:
+        if is_pair and is_always and name not in embeddings:
             saved = _affine({size: part.joint_saved_bytes for size, part in at.items()})
             made = _affine({size: each.output_bytes for size, each in of_last.items() if each is not None})
             found.append(Exchange("pair", members, **given, output_bytes=made, saved_bytes=saved))
     return tuple(found)
 
 
-def _by_first_call(operator: OperatorProfile, cut: Cut) -> Exchange:
+def _by_first_call(operator: OperatorProfile, cut: Cut, *, is_embedding: bool) -> Exchange:
     """Exchange of an operator alone, by the bytes of its first call."""
     bytes_of_one = (each.per_sample for each in (cut.input_bytes, cut.output_bytes))
     return Exchange(
-        _kind_alone(*bytes_of_one, is_embedding=operator.kind == nn.Embedding.__name__),
+        _kind_alone(*bytes_of_one, is_embedding=is_embedding),
         (operator.name,),
         input_bytes=cut.input_bytes,
         input_gradient_bytes=cut.input_gradient_bytes,
