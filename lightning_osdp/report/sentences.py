@@ -106,10 +106,8 @@ def _explain_host(units: Sequence[Unit]) -> str:
     if not units[0].menu:
         return "; the host updates it"
     differences = [unit.cost().beyond(unit.treated(states="device").cost()) for unit in units]
-    saved = format_span([-each.num_bytes for each in differences], format_bytes)
-    return (
-        f"; the host updates it: {saved} less for {format_span([each.seconds for each in differences], format_seconds)}"
-    )
+    taken = format_span([each.seconds for each in differences], format_seconds)
+    return f"; the host updates it: {_takes(differences, 1.0)} less for {taken}"
 
 
 def _explain_mode(units: Sequence[Unit], plan: Plan) -> str:
