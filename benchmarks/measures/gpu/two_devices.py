@@ -29,9 +29,7 @@ from lightning_osdp import Cluster, ModelProfile, OSDPStrategy, TrainingStep, me
 from lightning_osdp.core.axes import STATIONARY, Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block, Plan
-from lightning_osdp.profiler.machine.cluster import LEAST_HIDDEN, hidden_share
-from lightning_osdp.profiler.machine.stopwatch import fastest_together_s
-from lightning_osdp.reduce_scatter import scatter
+from lightning_osdp.profiler.machine.cluster import LEAST_HIDDEN, begin_reduce_scatter, beside_products, hidden_share
 from lightning_osdp.scheduler import make_plan as search
 from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
@@ -92,22 +90,9 @@ def _measured(*, kind: str) -> list[dict[str, Any]]:
 def _reductions_hidden(*, kind: str) -> float:
     """Share of reduce-scatters and matrix products, the shorter of both, that the other hides."""
     device, width = _own(kind), {"cuda": 4096, "cpu": 256}[kind]
-    whole, matrix = torch.ones(_REDUCED_BYTES // 4, device=device), torch.randn(width, width, device=device)
-    shard, received = torch.empty(whole.numel() // NUM_RANKS, device=device), torch.empty_like(whole)
-
-    def begin() -> Any:
-        if kind == "cpu":
-            return scatter(received, whole)
-        return dist.reduce_scatter_single(shard, whole, async_op=True)
-
-    def run(num_reductions: int, num_products: int) -> None:
-        works = [begin() for _ in range(num_reductions)]
-        for _ in range(num_products):
-            matrix @ matrix
-        for work in works:
-            work.wait()
-
-    return hidden_share(lambda *numbers: fastest_together_s(partial(run, *numbers), device))
+    whole = torch.ones(_REDUCED_BYTES // 4, device=device)
+    shard = torch.empty(whole.numel() // NUM_RANKS, device=device)
+    return hidden_share(beside_products(partial(begin_reduce_scatter, whole, shard), device, width=width))
 
 
 def links(device: torch.device) -> Iterator[Finding]:

@@ -301,7 +301,8 @@ def _measure_overlap(device: torch.device, link: Link) -> tuple[bool, tuple[str,
         return overlaps, (), contention_of(beside) if overlaps else Contention()
     whole, shard = _whole_and_shard(_overlapped_bytes(link), device)
     gathers, reductions = (
-        _beside_on_cpu(partial(begin, whole, shard)) for begin in (_begin_all_gather, _begin_reduce_scatter)
+        beside_products(partial(begin, whole, shard), device, width=_WIDTH_ON_CPU, repeats=1)
+        for begin in (_begin_all_gather, begin_reduce_scatter)
     )
     tried = {"gather": gathers, "gather_in_node": gathers, "reduce": reductions}
     hidden = {beside: hidden_share(beside) >= LEAST_HIDDEN for beside in (gathers, reductions)}
@@ -327,17 +328,19 @@ def _begin_all_gather(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
     return work
 
 
-def _begin_reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+def begin_reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+    """Begins a reduce-scatter of a whole tensor; gloo's is into another than ``shard``."""
     if is_by_gloo(None, whole.device):
         return scatter(torch.empty_like(whole), whole)
     work: dist.Work = dist.reduce_scatter_single(shard, whole, async_op=True)
     return work
 
 
-def _beside_on_cpu(begin: Callable[[], dist.Work]) -> Callable[[int, int], float]:
-    """Seconds of so many collectives beside so many matrix products, as `hidden_share` asks for."""
-    device = torch.device("cpu")
-    matrix = torch.randn(_WIDTH_ON_CPU, _WIDTH_ON_CPU, device=device)
+def beside_products(
+    begin: Callable[[], dist.Work], device: torch.device, *, width: int, repeats: int = REPEATS_TOGETHER
+) -> Callable[[int, int], float]:
+    """Seconds of so many collectives beside so many products of square matrices, as `hidden_share` asks for."""
+    matrix = torch.randn(width, width, device=device)
 
     def run(num_collectives: int, num_products: int) -> None:
         works = [begin() for _ in range(num_collectives)]
@@ -346,7 +349,7 @@ def _beside_on_cpu(begin: Callable[[], dist.Work]) -> Callable[[int, int], float
         for work in works:
             work.wait()
 
-    return lambda *numbers: fastest_together_s(partial(run, *numbers), device, repeats=1)
+    return lambda *numbers: fastest_together_s(partial(run, *numbers), device, repeats=repeats)
 
 
 def _beside_on_cuda(device: torch.device) -> Callable[[int, int], float]:

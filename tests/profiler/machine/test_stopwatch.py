@@ -142,7 +142,7 @@ def test_all_gathers_and_reduce_scatters_are_tried_apart_on_cpu(monkeypatch, gat
 
     monkeypatch.setattr(torch, "randn", lambda *_, **__: Matrix())
     monkeypatch.setattr(cluster, "_begin_all_gather", lambda *_: begin(gathers))
-    monkeypatch.setattr(cluster, "_begin_reduce_scatter", lambda *_: begin(reductions))
+    monkeypatch.setattr(cluster, "begin_reduce_scatter", lambda *_: begin(reductions))
     monkeypatch.setattr(cluster, "fastest_together_s", timed)
     with fake_group(2):
         overlaps, waits_for, contention = cluster._measure_overlap(CPU, LINK)
