@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
@@ -48,10 +49,22 @@ def can_update_on_host(optimizer: Optimizer) -> bool:
     return is_elementwise(optimizer) and type(optimizer) is not Adagrad and not is_bound
 
 
-def may_be_fused(group: Mapping[str, Any]) -> bool:
-    """True if a parameter group leaves its implementation to torch, which has a fused one for it."""
-    is_open = group.get("fused", False) is None and group.get("foreach") is None
-    return is_open and all(parameter.is_floating_point() for parameter in group["params"])
+@contextmanager
+def fused_on_host(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Has groups compute in torch's fused way where they leave that to torch, within the context.
+
+    On the host torch's own choice is a loop over parameters.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    chosen = [group for group in groups if group.get("fused", False) is None and group.get("foreach") is None]
+    chosen = [group for group in chosen if all(parameter.is_floating_point() for parameter in group["params"])]
+    for group in chosen:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in chosen:
+            group["fused"] = None
 
 
 def check_supported(optimizer: Optimizer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.optimizers import can_update_on_host, may_be_fused, states_of
+from lightning_osdp.optimizers import can_update_on_host, fused_on_host, states_of
 
 
 class Stepped(NamedTuple):
@@ -84,20 +84,9 @@ class HostRows:
         for each in stepped:
             dtensors.local(each.parameter).copy_(each.rows, non_blocking=True)
 
-    @contextmanager
-    def fused(self, optimizer: Optimizer) -> Iterator[None]:
-        """Has groups compute in torch's fused way for the host where torch would choose on a GPU, within the context.
-
-        On the host torch's own choice is a loop over parameters.
-        """
-        chosen = [group for group in optimizer.param_groups if self._device.type != "cpu" and may_be_fused(group)]
-        for group in chosen:
-            group["fused"] = True
-        try:
-            yield
-        finally:
-            for group in chosen:
-                group["fused"] = None
+    def fused(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Has groups compute in torch's fused way within the context, where torch would choose it on a GPU."""
+        return nullcontext() if self._device.type == "cpu" else fused_on_host([optimizer])
 
     @contextmanager
     def loading(self, optimizer: Optimizer) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.optimizers import can_update_on_host, check_supported, copied, may_be_fused, states_of
+from lightning_osdp.optimizers import can_update_on_host, check_supported, copied, fused_on_host, states_of
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.operation_time import OperationRecorder, roofline_s, segment_seconds
@@ -114,15 +114,11 @@ def profile_optimizers(
 
 def _host_s_per_element(optimizers: Sequence[Optimizer]) -> float:
     """Seconds per element of steps on the host of a GPU, where groups compute in torch's fused way if they may."""
-    host, fused = torch.device("cpu"), [g for each in optimizers for g in each.param_groups if may_be_fused(g)]
-    for group in fused:
-        group["fused"] = True
-    room = _SAMPLE_ELEMENTS[host.type]
-    samples = [_Sample(optimizer, host, partial(_sampled, room=room)) for optimizer in optimizers]
-    _, s_per_element = _seconds(optimizers, samples, host, None)
-    for group in fused:
-        group["fused"] = None
-    return s_per_element
+    host = torch.device("cpu")
+    with fused_on_host(optimizers):
+        room = _SAMPLE_ELEMENTS[host.type]
+        samples = [_Sample(optimizer, host, partial(_sampled, room=room)) for optimizer in optimizers]
+        return _seconds(optimizers, samples, host, None)[1]
 
 
 def _seconds(
