@@ -130,7 +130,7 @@ def _upper_envelope(lines: Iterable[_Line], samples: int) -> list[_Line]:
     return envelope
 
 
-def read_all_sharded(step: Step, modes: Sequence[Treatment], engine: FSDP2, tell: Teller) -> None:
+def read_all_sharded(step: Step, tell: Teller, *, modes: Sequence[Treatment], engine: FSDP2) -> None:
     """Tells of every moment of a step in these modes: ZDP, but of units that move activations whatever is chosen.
 
     k is the number of units of `leaving_order` that are freed at a moment; the optimizer step has `UPDATE`.

@@ -42,12 +42,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_osdp.core.axes import KEEP, STATIONARY, ZDP, Treatment
-from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
 from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import UnitProfile
@@ -271,15 +270,12 @@ def exact_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAUL
 
 def exact_moments(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAULT) -> LargestMoments:
     """The largest moment, as that of k = 0, of a step in these modes with any number of samples, event by event."""
-    profile, units, cluster, num_micro_batches = _but_samples(step)
 
-    def read(samples: int, tell: Teller) -> None:
-        workload = Workload(micro_batch_size=samples, num_micro_batches=num_micro_batches)
-        with_samples = in_modes(Step(profile=profile, units=units, cluster=cluster, workload=workload), modes)
-        live = engine.live_parts(with_samples, lambda num_bytes, moment: tell(0, num_bytes, moment), modes=modes)
-        live.read_all(engine.events_of(with_samples, modes))
+    def read(sized: Step, tell: Teller) -> None:
+        live = engine.live_parts(sized, lambda num_bytes, moment: tell(0, num_bytes, moment), modes=modes)
+        live.read_all(engine.events_of(sized, modes))
 
-    return LargestMoments(read, is_affine=_is_affine(cluster, modes))
+    return _moments_of(step, modes, {}, read)
 
 
 def step_memory(
@@ -311,7 +307,7 @@ def step_memory(
         blocks = _all_alike(units, choice, dict(zip(order, saved, strict=True)))
         key = *key_of_moments(step, engine), tuple(least), tuple(blocks.items())
         if key not in known:
-            known[key] = _moments_with(step, blocks, least, engine)
+            known[key] = _moments_of(step, least, blocks, partial(read_all_sharded, modes=least, engine=engine))
         before = list(accumulate((each.get(choice, 0.0) for each in saved), initial=0.0))
         copies = 0.0
         if step.cluster.host_copies_overlap:
@@ -372,33 +368,27 @@ def key_of_moments(step: Step, engine: FSDP2) -> tuple[Hashable, ...]:
     return id(step.profile), id(step.cluster), step.units, engine, num_simulated
 
 
-def _but_samples(step: Step) -> tuple[ModelProfile, tuple[UnitProfile, ...], Cluster, int]:
-    """Parts of a step, so that nothing else of a setting lives on."""
-    return step.profile, step.units, step.cluster, step.workload.num_micro_batches
+def _moments_of(
+    step: Step, modes: Sequence[Treatment], blocks: Mapping[str, str], read: Callable[[Step, Teller], None]
+) -> LargestMoments:
+    """Largest moments of a step in these modes whose blocks make these choices, as ``read`` tells of its moments.
 
-
-def _is_affine(cluster: Cluster, modes: Sequence[Treatment]) -> bool:
-    """True where bytes are affine in the samples.
-
-    What may be in flight to the host is not, nor what exchanges send.
+    Nothing else of a setting lives on.
     """
-    return not cluster.host_copies_overlap and not any(effects_of(mode).exchanges for mode in modes)
-
-
-def _moments_with(step: Step, blocks: Mapping[str, str], modes: Sequence[Treatment], engine: FSDP2) -> LargestMoments:
-    """Largest moments of a step whose blocks make these choices."""
-    profile, units, cluster, num_micro_batches = _but_samples(step)
+    profile, units, cluster = step.profile, step.units, step.cluster
+    num_micro_batches = step.workload.num_micro_batches
 
     @cache
     def chosen() -> ModelProfile:
         return with_activations(profile, blocks)
 
-    def read(samples: int, tell: Teller) -> None:
+    def read_sized(samples: int, tell: Teller) -> None:
         workload = Workload(micro_batch_size=samples, num_micro_batches=num_micro_batches)
-        made = in_modes(Step(profile=chosen(), units=units, cluster=cluster, workload=workload), modes)
-        read_all_sharded(made, modes, engine, tell)
+        read(in_modes(Step(profile=chosen(), units=units, cluster=cluster, workload=workload), modes), tell)
 
-    return LargestMoments(read, is_affine=_is_affine(cluster, modes))
+    # what may be in flight to the host is not affine in the samples, nor what exchanges send
+    is_affine = not cluster.host_copies_overlap and not any(effects_of(mode).exchanges for mode in modes)
+    return LargestMoments(read_sized, is_affine=is_affine)
 
 
 @lru_cache(maxsize=64)
