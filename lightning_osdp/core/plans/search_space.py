@@ -88,13 +88,8 @@ class SearchSpace:
             )
         if not isinstance(self.share_units, bool):
             raise ConfigurationError(f"SearchSpace(share_units=...) must be True or False, got {self.share_units!r}.")
-        for name in (
-            "modes",
-            "sync",
-            "states",
-            "slices",
-            "activations",
-        ):  # plans cannot store the lists and sets that users give
+        # plans cannot store the lists and sets that users give
+        for name in ("modes", "sync", "states", "slices", "activations"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
