@@ -7,7 +7,6 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
-from types import MappingProxyType
 
 from lightning_osdp.assign import (
     NO_GAIN,
@@ -60,9 +59,9 @@ class Competition:
         self,
         settings: Sequence[Setting],
         *,
-        worth_s: float = math.inf,
-        known: Mapping[Hashable, Bound] = MappingProxyType({}),
-        least: LeastSeconds | None = None,
+        worth_s: float,
+        known: Mapping[Hashable, Bound],
+        least: LeastSeconds,
     ) -> Attempt:
         """The best modes of each structure that fits and may be of use; some of what fits, where nothing may.
 
@@ -70,7 +69,7 @@ class Competition:
             settings: of one workload, with each setting of prefetching.
             worth_s: a step time of no use.
             known: bounds of settings at a smaller micro-batch, by `Setting.key`.
-            least: least seconds of any plan of the model, if they are known.
+            least: least seconds of any plan of the model.
         """
         attempt = Attempt(
             settings=settings,
