@@ -175,12 +175,18 @@ def _next_plan(trainer: pl.Trainer, plan: Plan, division: Division, tries_left: 
 def _change_text(plan: Plan, lower: Plan) -> str:
     if lower.micro_batch_size != plan.micro_batch_size:
         return f"micro-batches have {lower.micro_batch_size} samples instead of {plan.micro_batch_size}"
-    units = sum(unit != other for unit, other in zip(plan.units, lower.units, strict=True))
-    blocks = sum(block not in plan.blocks for block in lower.blocks)
+    freed = format_bytes(freeable_bytes(plan) - freeable_bytes(lower))
+    return f"{keeping_less(plan, lower)}, {freed} together"
+
+
+def keeping_less(plan: Plan, lower: Plan) -> str:
+    """Changes to a plan with less memory, such as ``2 units keep less and 4 blocks recompute``; empty for none."""
+    units = sum(unit.treatments != other.treatments for unit, other in zip(plan.units, lower.units, strict=True))
+    before = [(block.name, block.treatment, block.kept) for block in plan.blocks]
+    blocks = sum((block.name, block.treatment, block.kept) not in before for block in lower.blocks)
     changes = [f"{units} {'unit keeps' if units == 1 else 'units keep'} less"] if units else []
     changes += [f"{blocks} {'block recomputes' if blocks == 1 else 'blocks recompute'}"] if blocks else []
-    freed = format_bytes(freeable_bytes(plan) - freeable_bytes(lower))
-    return f"{' and '.join(changes)}, {freed} together"
+    return " and ".join(changes)
 
 
 def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from lightning_osdp.scheduler import (
 )
 from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy.batching.first_batch import shapes_of
+from lightning_osdp.strategy.dry_run import keeping_less
 from lightning_osdp.strategy.planning.profile_fit import BatchProfiler
 from lightning_osdp.strategy.racing import Racing
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, on_rank_zero
@@ -313,10 +314,12 @@ class LongerBatches(pl.Callback):
             if plan.peak_bytes > usual.memory_limit_bytes and not evaluates:
                 raise InfeasibleError(_infeasible(each, plan) + last_checkpoint(trainer))
             kind, taken_bytes = ("", plan.peak_bytes) if not evaluates else ("validation ", plan.evaluation_peak_bytes)
+            changes = keeping_less(usual, plan)
+            how = f": {changes}" if changes else ""
             rank_zero_info(
                 f"OSDP: a {kind}batch of rank {each.rank} ({_text(each.shapes)}) is longer than the plan has room for:"
                 f" all ranks change to one that is predicted to take {format_bytes(taken_bytes)} of"
-                f" {format_bytes(plan.memory_limit_bytes)} for it{_changes(usual, plan)}, and back for shorter ones."
+                f" {format_bytes(plan.memory_limit_bytes)} for it{how}, and back for shorter ones."
             )
             found = self._judged((*found.plans, plan), found.known, found.usual_s)
         return found
@@ -335,16 +338,6 @@ def _infeasible(batch: _Profiled, plan: Plan) -> str:
 def _text(shapes: Shapes) -> str:
     shown = ", ".join(f"{dtype.removeprefix('torch.')} {[*shape]}" for dtype, shape in shapes[:_MOST_SHOWN])
     return shown + (f" and {len(shapes) - _MOST_SHOWN} tensors more" if len(shapes) > _MOST_SHOWN else "")
-
-
-def _changes(usual: Plan, plan: Plan) -> str:
-    """Difference of a plan from the usual one, such as ``: 2 units keep less and 4 blocks recompute``."""
-    units = sum(own.treatments != other.treatments for own, other in zip(usual.units, plan.units, strict=True))
-    before: Mapping[str, Any] = {block.name: (block.treatment, block.kept) for block in usual.blocks}
-    blocks = sum(before.get(block.name) != (block.treatment, block.kept) for block in plan.blocks)
-    told = [f"{units} {'unit keeps' if units == 1 else 'units keep'} less"] if units else []
-    told += [f"{blocks} {'block recomputes' if blocks == 1 else 'blocks recompute'}"] if blocks else []
-    return f": {' and '.join(told)}" if told else ""
 
 
 def longer_batches_of(trainer: pl.Trainer, units: Units, racing: Racing | None) -> LongerBatches | None:
