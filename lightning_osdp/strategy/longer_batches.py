@@ -91,9 +91,7 @@ class LongerBatches(pl.Callback):
         assert plan is not None
         assert profile is not None
         self._units, self._profiler, self._racing = units, profiler, racing
-        self.number = 0
         self._profiles: list[ModelProfile] = [profile]  # of known batches; those after the first on rank 0 alone
-        self._rooms: dict[tuple[int, int], Room] = {}  # by known batch and plan, on rank 0
         shapes = on_rank_zero(lambda: profiler.shapes)
         self._known = KnownBatches((KnownBatch(shapes, plan.micro_batch_size, (Room(1.0, 1.0),)),))
         self._begin_with(plan)
@@ -109,7 +107,7 @@ class LongerBatches(pl.Callback):
         self._usual_s: tuple[float, ...] = ()  # of a usual step under plans, as far as that was of use
         self._used = {0}  # plans that have been in use
         self._known = self._known.under([(Room(1.0, 1.0),), *[(Room(0.0, 0.0),)] * (len(self._known.batches) - 1)])
-        self._rooms = {}
+        self._rooms: dict[tuple[int, int], Room] = {}  # by known batch and plan, on rank 0
 
     @property
     def _model(self) -> ReusableModel:
