@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,6 @@ from lightning_osdp import OSDPStrategy
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 
-ROOM = 1.05
-"""Memory limit over the peak of the plan for the shortest batches, for which memory would not matter."""
 MOST_LOST, LEAST_GAINED = 1.03, 1.1
 """Seconds of all steps over those under the plan for the longest; and seconds of a short step there over those here."""
 _WARM_UP = 3
@@ -46,11 +45,13 @@ class Case:
     num_steps: int
     num_rounds: int
     num_ranks: int = 2
+    room: float = 1.05
+    """Memory limit over the peak of the fastest plan for the shortest batches."""
 
 
 _ORDERS = ("growing", "mixed")
 CASES = tuple(Case(order, (64, 128, 256, 512), num_layers=12, num_steps=120, num_rounds=2) for order in _ORDERS)
-QUICK_CASES = tuple(Case(order, (8, 64), num_layers=2, num_steps=12, num_rounds=1) for order in _ORDERS)
+QUICK_CASES = tuple(Case(order, (8, 128), num_layers=4, num_steps=12, num_rounds=1, room=1.3) for order in _ORDERS)
 
 
 class Varying(MinGPT):
@@ -108,14 +109,16 @@ def on_one_rank(case: Case) -> dict[str, Any]:
     """
     lengths, longest = lengths_of(case, dist.get_rank()), max(case.lengths)
 
-    def fit(given: Sequence[int], **options: Any) -> tuple[OSDPStrategy, Watch]:
+    def fit(
+        given: Sequence[int], limit_bytes: int | None = None, *, for_longest: bool = False
+    ) -> tuple[OSDPStrategy, Watch]:
         module = Varying(given, longest=longest, num_layers=case.num_layers)
-        if options.pop("for_longest", False):
-            options["profile_batch"] = module.batch_of(longest)
-        strategy, watch = OSDPStrategy(batch_size="keep", **options), Watch()
-        with quiet():
+        planned_for = module.batch_of(longest) if for_longest else None
+        strategy, watch = OSDPStrategy(batch_size="keep", memory_limit=limit_bytes, profile_batch=planned_for), Watch()
+        with tempfile.TemporaryDirectory() as folder, quiet():
             pl.Trainer(
                 strategy=strategy,
+                default_root_dir=folder,
                 accelerator="cpu",
                 devices=case.num_ranks,
                 plugins=[StartedRanks()],
@@ -131,11 +134,11 @@ def on_one_rank(case: Case) -> dict[str, Any]:
 
     usual, _ = fit(lengths[:1])
     assert usual.plan is not None
-    limit_bytes = round(ROOM * usual.plan.peak_bytes)
+    limit_bytes = round(case.room * usual.plan.peak_bytes)
     found: dict[str, Any] = {"limit_bytes": limit_bytes}
     for _ in range(case.num_rounds):
         for way, is_longest in (("changing", False), ("longest", True)):
-            _, watch = fit(lengths, memory_limit=f"{limit_bytes}B", for_longest=is_longest)
+            _, watch = fit(lengths, limit_bytes, for_longest=is_longest)
             seconds = torch.tensor(watch.ends_s).diff()[_WARM_UP - 1 :].tolist()
             found.setdefault(way, []).append({"steps_s": seconds, "num_changes": watch.num_changes})
     return found
