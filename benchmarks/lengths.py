@@ -5,8 +5,8 @@
     python benchmarks/lengths.py
     python benchmarks/lengths.py --quick true
 
-The limit is 5% above what the fastest plan for the shortest batches takes. Ranks are processes of this machine, and
-links are not shaped. Every case is written as soon as it is measured.
+The limit is 5% above what the fastest plan for the shortest batches takes, in quick form 30%. Ranks are processes of
+this machine, and links are not shaped. Every case is written as soon as it is measured.
 """
 
 from __future__ import annotations
