@@ -379,10 +379,10 @@ class Costs:
         workload = self._setting.workload
         segments = self._setting.profile.segments
         segments_s = sum((part.forward_s + part.backward_s).at(workload.micro_batch_size) for part in segments)
-        return workload.num_micro_batches * segments_s + self._optimizer_s
+        return workload.num_micro_batches * segments_s + self.optimizer_s
 
     @property
-    def _optimizer_s(self) -> float:
+    def optimizer_s(self) -> float:
         """Seconds of the optimizer step; 0 in the paper's sums, which have no such term."""
         return 0.0 if self._setting.is_paper else optimizer_s(self._setting.profile, self._setting.cluster)
 
@@ -393,7 +393,7 @@ class Costs:
         loss_s = (profile.loss.forward_s + profile.loss.backward_s).at(workload.micro_batch_size)
         copied = sum(num_bytes.at(workload.micro_batch_size) for _, num_bytes in profile.copied)
         copies_s = 2 * copied * self._setting.cluster.host_copy_s_per_byte
-        return workload.num_micro_batches * (loss_s + copies_s) + self._optimizer_s
+        return workload.num_micro_batches * (loss_s + copies_s) + self.optimizer_s
 
     @cached_property
     def additive(self) -> Additive:

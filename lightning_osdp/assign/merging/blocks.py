@@ -15,7 +15,7 @@ from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.axes import KEEP
 from lightning_osdp.core.profile import BlockProfile, Crossing
 from lightning_osdp.core.units import UnitProfile, grouped, have_one_dtype, merged, outermost
-from lightning_osdp.cost import apart_s, block_s, optimizer_s
+from lightning_osdp.cost import apart_s, block_s
 from lightning_osdp.engine import freed_bytes
 from lightning_osdp.search import Choice, Group, Problem
 from lightning_osdp.search.bound import relax
@@ -92,7 +92,7 @@ class LeastSeconds:
         self._has_collectives = is_universal and not setting.overlaps
         segments_s = sum((part.forward_s + part.backward_s for part in profile.segments), ZERO)
         self._compute_s = segments_s * self._number
-        self._update_s = 0.0 if setting.is_paper else optimizer_s(profile, cluster)
+        self._update_s = setting.costs.optimizer_s
         self._blocks = Counter(self._ways(block, choices) for block in blocks)
         """Number of blocks that have these ways."""
         hosted = bool(setting.costs.hosted)  # then units that have states on the device hold them
