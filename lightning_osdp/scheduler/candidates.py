@@ -24,7 +24,7 @@ from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost import evaluation_peak
 from lightning_osdp.engine import FSDP2, effects_of
 from lightning_osdp.scheduler.known_batches import Room
-from lightning_osdp.scheduler.planned import holds_any, plan_of
+from lightning_osdp.scheduler.planned import may_recompute, plan_of
 from lightning_osdp.scheduler.planning import ANY_PREFETCH, planned_setting
 
 MOST_SLOWER = 1.25
@@ -238,15 +238,10 @@ class _Variants:
     @property
     def _may_recompute(self) -> Sequence[str] | None:
         """Names of blocks that can recompute; None where users or the paper's sums leave no choice of blocks."""
-        plan = self.plan
-        if "recompute" not in plan.search_space.activations or plan.given_blocks or self.planned.setting.is_paper:
+        plan, setting = self.plan, self.planned.setting
+        if "recompute" not in plan.search_space.activations or plan.given_blocks or setting.is_paper:
             return None
-        moving = [name for unit in plan.units if "moves" in unit.treatments[0] for name in unit.operators]
-        return [
-            block.name
-            for block in self.profile.blocks
-            if "recompute" in block.segments and not holds_any(block.name, moving)
-        ]
+        return [block.name for block in may_recompute(setting, self.planned.modes)]
 
     def _recomputing_otherwise(self) -> Iterator[_Variant | None]:
         """Yields the plan without recomputation, and with all blocks recomputing, for memory that keeps more units."""

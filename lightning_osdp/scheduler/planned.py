@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_osdp.assign import Assignment, Modes, Setting, applicable, chosen_activations
@@ -44,15 +44,10 @@ def plan_of(
     """
     setting, time_s = assignment.setting, assignment.step_time_s
     blocks, chosen = setting.unchanged.blocks, chosen_activations(setting, assignment.modes)
-    in_modes = zip(setting.units, assignment.modes, strict=True)
-    moving = [operator.name for unit, mode in in_modes if "moves" in mode for operator in unit.operators]
     recomputable = [
         _recomputing(setting, block, chosen.get(block.name, KEEP))
-        for block in blocks
-        if "recompute" in block.segments
-        and "recompute" in space.activations
-        and (block.name not in chosen or chosen[block.name] in block.levels)
-        and not holds_any(block.name, moving)
+        for block in may_recompute(setting, assignment.modes)
+        if "recompute" in space.activations and (block.name not in chosen or chosen[block.name] in block.levels)
     ]
     samples_per_s = setting.workload.num_samples * setting.cluster.world_size / time_s if time_s > 0 else 0.0
     is_searched = most_samples_per_s is not None and samples_per_s > 0
@@ -94,9 +89,15 @@ def plan_of(
     return plan if setting.is_paper else dataclasses.replace(plan, loss_bytes=_loss_bytes(plan, setting))
 
 
-def holds_any(module: str, operators: Iterable[str]) -> bool:
-    """Tells if any of these operators is inside a module; where its activations move, the module runs once."""
-    return any(f"{operator}.".startswith(f"{module}.") for operator in operators)
+def may_recompute(setting: Setting, modes: Modes) -> list[BlockProfile]:
+    """Blocks that can recompute, whatever they do now: a block runs once where activations move inside."""
+    in_modes = zip(setting.units, modes, strict=True)
+    moving = [f"{operator.name}." for unit, mode in in_modes if "moves" in mode for operator in unit.operators]
+    return [
+        block
+        for block in setting.unchanged.blocks
+        if "recompute" in block.segments and not any(name.startswith(f"{block.name}.") for name in moving)
+    ]
 
 
 def _loss_bytes(plan: Plan, setting: Setting) -> int:
