@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from operator import attrgetter
 
@@ -213,6 +213,7 @@ class Sweep:
         """
         own, memory_limit_bytes = candidate.assignment.setting, self.competition.memory_limit_bytes
 
+        @cache
         def of_size(size: int) -> list[tuple[Setting, Modes]]:
             settings = (each for each in self._of_size(size) if each.engine == own.all_ahead.engine)
             return [plain for setting in settings for plain in self.competition.plain(setting)]
