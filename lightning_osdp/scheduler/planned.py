@@ -51,6 +51,8 @@ def plan_of(
     ]
     samples_per_s = setting.workload.num_samples * setting.cluster.world_size / time_s if time_s > 0 else 0.0
     is_searched = most_samples_per_s is not None and samples_per_s > 0
+    on_host = _updated_on_host(setting, assignment.modes)
+    notes = (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, space), on_host)
     plan = Plan(
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
@@ -73,17 +75,7 @@ def plan_of(
         peak_operator=assignment.peak.operator,
         peak_parts=dict(assignment.peak.parts),
         evaluation_peak_bytes=math.ceil(evaluation_peak(setting, assignment.modes, engine=setting.bytes_engine)),
-        notes=tuple(
-            filter(
-                None,
-                (
-                    *setting.profile.notes,
-                    assignment.note,
-                    _held_by_root(setting.profile, space),
-                    _updated_on_host(setting, assignment.modes),
-                ),
-            )
-        ),
+        notes=tuple(filter(None, notes)),
         **searched,
     )
     return plan if setting.is_paper else dataclasses.replace(plan, loss_bytes=_loss_bytes(plan, setting))
