@@ -206,7 +206,7 @@ class LongerBatches(pl.Callback):
         """Begins anew after a race, or `change_plan`, has changed the plan, which training then does not leave."""
         plan = self._model.sharded.plan
         assert plan is not None
-        if self._model.lasting is self._plans[0]:
+        if self.number and self._model.lasting is self._plans[0]:  # under the usual one, a race has set what lasts
             self._model.lasting = None
         self._begin_with(plan)
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy, SearchSpace, change_plan, measure_cluster, simulate
-from lightning_osdp.apply import ShardedModel, agreement, local
+from lightning_osdp.apply import ShardedModel, local
+from lightning_osdp.apply.ranks import agreement
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.profiler import untouched
 from tests.distributed.support import parts
