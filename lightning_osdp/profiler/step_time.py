@@ -66,9 +66,10 @@ def time_step(
 ) -> Seconds | None:
     """Seconds of segments in the fastest of a few forwards and backwards, after one to warm up.
 
-    Hooks tell segments apart and take time themselves, so a run without hooks follows each run with hooks. Ranks run at
-    the same time, as they do when they train: ranks that share cores, a bus or a power limit slow each other down. The
-    total is that of the fastest run without hooks on the slowest rank, see `shared_out` for its parts.
+    Hooks tell segments apart and take time themselves, so a run without hooks follows each run with hooks. The first
+    run with hooks warms up; the first one without hooks counts, for a step that takes long has only one more. Ranks run
+    at the same time, as they do when they train: ranks that share cores, a bus or a power limit slow each other down.
+    The total is that of the fastest run without hooks on the slowest rank, see `shared_out` for its parts.
 
     Returns:
         None on every rank where the device of one has too little memory.
@@ -115,7 +116,7 @@ def time_step(
         slowest_s.append(max(total_s for total_s, _ in taken))
         if len(runs) > 1 and max(since_s for _, since_s in taken) > _REPEAT_BUDGET_S:
             break
-    return shared_out(runs[1:], plain_s=min(plain_s[1:]), total_s=min(slowest_s[1:]))
+    return shared_out(runs[1:], plain_s=min(plain_s), total_s=min(slowest_s))
 
 
 def shared_out(runs: Sequence[Seconds], *, plain_s: float, total_s: float) -> Seconds:
