@@ -218,8 +218,10 @@ def on_one_rank(
 
 
 def _seen(family: str, micro_batch_size: int) -> tuple[ModelProfile, Cluster]:
-    cluster = measure_cluster(torch.device("cpu"))
-    return profile_model(build(family), build(family).batch(micro_batch_size), together=in_step), cluster
+    module = build(family)
+    parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    cluster = measure_cluster(torch.device("cpu"), parameter_bytes=parameter_bytes)
+    return profile_model(module, module.batch(micro_batch_size), together=in_step), cluster
 
 
 def compared_s(

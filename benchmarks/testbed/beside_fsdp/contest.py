@@ -122,7 +122,8 @@ def on_one_rank(
         Fields of an `Entrant` for each limit and competitor.
     """
     with waited_reduce_scatters(), quiet(), after_the_first_steps():
-        cluster = measure_cluster(torch.device("cpu"), node_size=node_size)
+        parameter_bytes = sum(parameter.nbytes for parameter in build(model).parameters())
+        cluster = measure_cluster(torch.device("cpu"), node_size=node_size, parameter_bytes=parameter_bytes)
         samples = _profiled(division, micro_batch_size, num_micro_batches)
         exchanges = any(STATIONARY.name in fields.get("modes", ()) for fields in spaces.values())
         profile = partial(profile_model, activations=_RECOMPUTING, exchanges=exchanges, together=in_step)

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,14 @@ from lightning_osdp.profiler.machine.unit_overhead import measure_call_s, measur
 from lightning_osdp.reduce_scatter import is_by_gloo, scatter
 
 _SIZES_BYTES = tuple(4**exponent for exponent in range(7, 15))
-"""Sizes of collectives by which a link is measured: 16 KiB to 256 MiB, as far as there is time."""
-_LEAST_SIZES, _PATIENCE_S = 4, 0.5
-"""Number of sizes that are measured in any case, and seconds for one more."""
-_MOST_IN_A_ROW, _LEAST_IN_A_ROW, _ROW_S = 10, 3, 0.1
-"""Number of collectives that follow each other, as in a step, at most and at least; and seconds for all of them."""
+"""Sizes of collectives by which a link is measured: 16 KiB to 256 MiB, as far as the model asks for and time allows."""
+_LEAST_SIZES, _PATIENCE_S = 4, 0.45
+"""Number of sizes that are measured in any case, and seconds for each of them; all larger ones share as many."""
+_MOST_IN_A_ROW, _ROW_S, _LARGE_ROW_S = 10, 0.1, 0.03
+"""Number of collectives that follow each other, as in a step, at most; and seconds for all of them, of small sizes and
+of large ones, whose seconds a late rank adds less to."""
+_LEAST_REPEATS, _LARGE_REPEATS = 2, 2
+"""Rows of collectives of one size that are timed: of a small size at least, and of a large one at most."""
 _LEAST_OVERLAP_S, _OVERLAP_REPEATS = 5e-3, 5
 """Least seconds of computing and of all-gathers that are run beside each other, and the number of such runs."""
 _MOST_CONTENTION = 0.9
@@ -57,6 +60,7 @@ def measure_cluster(
     model_bytes: int = 0,
     node_size: int | None = None,
     hosts: dist.ProcessGroup | None = None,
+    parameter_bytes: int | None = None,
 ) -> Cluster:
     """Links of the default process group and overhead of units, both timed. Call it on all ranks.
 
@@ -68,6 +72,8 @@ def measure_cluster(
             None: all are in one.
         hosts: process group of all ranks for tensors of the CPU, by which they agree in a step; None: the default one,
             where the device is the CPU. Without any, that agreement is not timed.
+        parameter_bytes: bytes of all parameters of the model, which no unit has more of: links are timed with
+            collectives of about as many, if time allows. None: of any size.
 
     Returns:
         Equal values on every rank. With one rank, or no process group, links cost nothing.
@@ -75,7 +81,9 @@ def measure_cluster(
     workspace_bytes = library_workspace_bytes(device)
     with ExitStack() as groups, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            cluster = _measure_ranks(device, node_size, groups, hosts)
+            most_bytes = math.inf if parameter_bytes is None else parameter_bytes
+            most_bytes = _over_ranks(most_bytes, dist.ReduceOp.MAX, device)  # all time the same sizes
+            cluster = _measure_ranks(device, node_size, groups, hosts, most_bytes=most_bytes)
         else:
             free = Link(latency_s=0.0, seconds_per_byte=0.0)
             cluster = Cluster(world_size=1, all_gather=free, reduce_scatter=free)
@@ -100,9 +108,12 @@ def measure_cluster(
         )
 
 
-def _measure_ranks(device: torch.device, node_size: int | None, groups: ExitStack, hosts: _Group) -> Cluster:
+def _measure_ranks(
+    device: torch.device, node_size: int | None, groups: ExitStack, hosts: _Group, *, most_bytes: float = math.inf
+) -> Cluster:
     """Cluster of all ranks, without host copies and memory; process groups of nodes live as long as ``groups``."""
-    all_gather, reduce_scatter = (_measure_link(device, each) for each in (_all_gather, _reduce_scatter))
+    measured = partial(_measure_link, device, most_bytes)
+    all_gather, reduce_scatter = measured(_all_gather), measured(_reduce_scatter)
     overlaps, waits_for, contention = _measure_overlap(device, all_gather)
     cluster = Cluster(
         world_size=dist.get_world_size(),
@@ -127,9 +138,9 @@ def _measure_ranks(device: torch.device, node_size: int | None, groups: ExitStac
     node, other_nodes = (groups.enter_context(_group_of(parts)) for parts in (nodes, peers))
     return dataclasses.replace(
         cluster,
-        within_node=_measure_links(device, node),
-        between_nodes=_measure_links(device, other_nodes),
-        all_reduce=_measure_link(device, _all_reduce),
+        within_node=_links(partial(measured, group=node)),
+        between_nodes=_links(partial(measured, group=other_nodes)),
+        all_reduce=measured(_all_reduce),
     )
 
 
@@ -169,15 +180,15 @@ def _group_of(parts: list[list[int]]) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
 
 
-def _measure_links(device: torch.device, group: dist.ProcessGroup) -> Links:
+def _links(measured: Callable[[Callable[..., None]], Link]) -> Links:
     return Links(
-        all_gather=_measure_link(device, _all_gather, group),
-        reduce_scatter=_measure_link(device, _reduce_scatter, group),
-        all_reduce=_measure_link(device, _all_reduce, group),
+        all_gather=measured(_all_gather), reduce_scatter=measured(_reduce_scatter), all_reduce=measured(_all_reduce)
     )
 
 
-def _measure_link(device: torch.device, collective: Callable[..., None], group: _Group = None) -> Link:
+def _measure_link(
+    device: torch.device, most_bytes: float, collective: Callable[..., None], group: _Group = None
+) -> Link:
     """Link of a process group, timed while the other groups that divide the ranks are timed, too.
 
     On CPU each collective follows computing, as in a step: ranks that share cores wait for one until the others have
@@ -186,25 +197,24 @@ def _measure_link(device: torch.device, collective: Callable[..., None], group: 
     num_products = _PRODUCTS_BETWEEN if device.type == "cpu" else 0
     matrix = torch.ones(_WIDTH_ON_CPU, _WIDTH_ON_CPU)
 
-    def run_s(in_a_row: int, communicate: Callable[[], object]) -> float:
+    def run_s(in_a_row: int, communicate: Callable[[], object], repeats: int = REPEATS_TOGETHER) -> float:
         def run() -> None:
             for _ in range(in_a_row):
                 for _ in range(num_products):
                     matrix @ matrix
                 communicate()
 
-        return fastest_together_s(run, device)
+        return fastest_together_s(run, device, repeats=repeats) / in_a_row
 
-    @cache
-    def computing_s(in_a_row: int) -> float:
-        return run_s(in_a_row, lambda: None) if num_products else 0.0
+    computing_s = run_s(_MOST_IN_A_ROW, lambda: None) if num_products else 0.0
 
-    def measured(num_bytes: int, in_a_row: int) -> tuple[int, float]:
+    def measured(num_bytes: int, in_a_row: int, repeats: int) -> tuple[int, float]:
         whole, shard = _whole_and_shard(num_bytes, device, group)
-        seconds = run_s(in_a_row, partial(collective, whole, shard, group)) - computing_s(in_a_row)
-        return whole.nbytes, max(0.0, seconds) / in_a_row
+        seconds = run_s(in_a_row, partial(collective, whole, shard, group), repeats)
+        return whole.nbytes, max(0.0, seconds - computing_s)
 
-    points = points_by(measured, least_in_a_row=_MOST_IN_A_ROW if device.type == "cuda" else _LEAST_IN_A_ROW)
+    least_in_a_row = _MOST_IN_A_ROW if device.type == "cuda" else 1
+    points = points_by(measured, most_bytes=most_bytes, least_in_a_row=least_in_a_row)
     return link_through(points, dist.get_world_size(group))
 
 
@@ -223,22 +233,33 @@ def _measure_agreement(hosts: _Group) -> Link:
 
 
 def points_by(
-    measured: Callable[[int, int], tuple[int, float]], *, least_in_a_row: int = _LEAST_IN_A_ROW
+    measured: Callable[[int, int, int], tuple[int, float]], *, most_bytes: float = math.inf, least_in_a_row: int = 1
 ) -> list[tuple[int, float]]:
-    """Bytes and seconds of one collective at `_SIZES_BYTES`, as far as there is time.
+    """Bytes and seconds of one collective at `_SIZES_BYTES`, as far as the model asks for and time allows.
 
     Args:
-        measured: takes the approximate bytes of a collective and how many follow each other; returns the exact bytes
-            and the seconds of one, equal on every rank.
+        measured: takes the approximate bytes of a collective, how many follow each other in a row, and the number of
+            rows that are timed after one to warm up; returns the exact bytes and the seconds of one, equal on every
+            rank.
+        most_bytes: the model's units are no larger: no size is measured beyond the first one that is.
         least_in_a_row: number of collectives that follow each other however long that takes.
     """
     points: list[tuple[int, float]] = []
+    left_s = _PATIENCE_S
     for num_bytes in _SIZES_BYTES:
-        expected_s = points[-1][1] * num_bytes / points[-1][0] if points else 0.0
-        in_a_row = max(least_in_a_row, min(_MOST_IN_A_ROW, int(_ROW_S / max(expected_s, 1e-9))))
-        if len(points) >= _LEAST_SIZES and (REPEATS_TOGETHER + 1) * in_a_row * expected_s > _PATIENCE_S:
+        is_large = len(points) >= _LEAST_SIZES
+        if is_large and num_bytes >= 4 * most_bytes:
             break
-        points.append(measured(num_bytes, in_a_row))
+        expected_s = max(1e-9, points[-1][1] * num_bytes / points[-1][0] if points else 0.0)
+        row_s = _LARGE_ROW_S if is_large else _ROW_S
+        in_a_row = max(least_in_a_row, min(_MOST_IN_A_ROW, int(row_s / expected_s)))
+        repeats = int(left_s / (in_a_row * expected_s)) - 1
+        if is_large and repeats < 1:
+            break
+        repeats = min(_LARGE_REPEATS, repeats) if is_large else max(_LEAST_REPEATS, min(REPEATS_TOGETHER, repeats))
+        points.append(measured(num_bytes, in_a_row, repeats))
+        if is_large:
+            left_s -= (repeats + 1) * in_a_row * points[-1][1]
     return points
 
 

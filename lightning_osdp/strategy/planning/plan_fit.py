@@ -272,6 +272,7 @@ def _measured_cluster(trainer: pl.Trainer, module: pl.LightningModule, options: 
             model_bytes=model_bytes,
             node_size=options.node_size,
             hosts=host_group() if trainer.world_size > 1 else None,
+            parameter_bytes=sum(parameter.nbytes for parameter in module.parameters()),
         )
     links = [("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)]
     if cluster.within_node is not None:

@@ -62,7 +62,7 @@ def test_one_process_has_links_that_cost_nothing():
 )
 def test_agreements_are_timed_where_there_is_a_group_for_tensors_of_the_cpu(monkeypatch, kind, has_hosts, is_timed):
     link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
-    monkeypatch.setattr(cluster, "_measure_link", lambda *_: link)
+    monkeypatch.setattr(cluster, "_measure_link", lambda *_, **__: link)
     monkeypatch.setattr(cluster, "_measure_overlap", lambda *_: (False, (), Contention()))
     monkeypatch.setattr(cluster, "_copies_in_reduce_scatter", lambda _: False)
     monkeypatch.setattr(cluster, "measure_unit_overhead", lambda *_: {})
@@ -98,30 +98,76 @@ def slow(num_bytes):
 def test_a_link_is_followed_from_16_kib_to_256_mib_whatever_its_curve(truth_s, noise, in_a_row):
     seeded, asked = random.Random(0), []
 
-    def measured(num_bytes, number):
+    def measured(num_bytes, number, _):
         asked.append((num_bytes, number))
         return num_bytes, truth_s(num_bytes) * (1 + noise * seeded.random())
 
     link = link_through(points_by(measured, least_in_a_row=in_a_row), WORLD_SIZE)
     assert asked[0][0] <= 64 * KIB
     assert asked[-1][0] == 256 * MIB
-    assert {number for _, number in asked} == {10}
+    assert {number for size, number in asked if in_a_row == 10 or size <= 16 * MIB} == {10}
+    assert min(number * truth_s(size) for size, number in asked if number < 10 or size > 16 * MIB) > 5e-3
     for size in (16 * KIB, 64 * KIB, 300 * KIB, MIB, 16 * MIB, 100 * MIB, 256 * MIB, 1024 * MIB):
         # between two sizes the curve may have a corner, and beyond the last one noise of two points is extrapolated
         tolerance = 2 * noise + (0.35 if truth_s is floor_and_protocols and size not in dict(asked) else 1e-9)
         assert link.ring_s(size, WORLD_SIZE) == pytest.approx(truth_s(size), rel=tolerance)
 
 
-@pytest.mark.parametrize(("least", "expected"), [(3, [10, 3, 3, 3]), (10, [10] * 4)])
-def test_a_slow_link_is_measured_at_four_sizes_and_no_more(least, expected):
+@pytest.mark.parametrize(("least", "expected"), [(1, [10, 1, 1, 1]), (10, [10] * 4)])
+def test_a_very_slow_link_is_measured_at_four_sizes_and_no_more(least, expected):
     asked = []
 
-    def measured(num_bytes, number):
-        asked.append(number)
-        return num_bytes, slow(num_bytes)
+    def measured(num_bytes, number, repeats):
+        asked.append((number, repeats))
+        return num_bytes, 10 * slow(num_bytes)
 
     assert len(points_by(measured, least_in_a_row=least)) == 4
-    assert asked == expected
+    assert [number for number, _ in asked] == expected
+    assert [repeats for _, repeats in asked] == [5, 2, 2, 2]
+
+
+RATES = {"10 Mbit/s": 1.25e6, "200 Mbit/s": 25e6, "1 Gbit/s": 125e6, "10 GB/s": 1e10}
+
+
+def timed(link, world_size, *, most_bytes, noise_s=0.0, seed=0):
+    """Points of a link by `points_by`, sizes, and seconds of all that ran; each collective waits for late ranks."""
+    seeded, sizes, spent_s = random.Random(seed), [], []
+
+    def measured(num_bytes, in_a_row, repeats):
+        rows_s = [
+            in_a_row * link.ring_s(num_bytes, world_size)
+            + sum(seeded.expovariate(1 / noise_s) for _ in range(in_a_row if noise_s else 0))
+            for _ in range(repeats + 1)
+        ]
+        sizes.append(num_bytes)
+        spent_s.append(sum(rows_s))
+        return num_bytes, min(rows_s[1:]) / in_a_row
+
+    return points_by(measured, most_bytes=most_bytes), sizes, spent_s
+
+
+@given(st.floats(1e-6, 5e-3), st.sampled_from([*RATES.values()]), st.integers(2, 64), st.integers(0, 2**34))
+def test_sizes_go_up_to_the_models_and_the_large_ones_take_half_a_second(latency_s, rate, world_size, most_bytes):
+    link = Link(latency_s=latency_s, seconds_per_byte=1 / rate)
+    _, sizes, spent_s = timed(link, world_size, most_bytes=most_bytes)
+    assert sizes == [16 * KIB * 4**place for place in range(len(sizes))]
+    assert len(sizes) >= 4
+    assert sizes[4:] == [] or sizes[-2] < most_bytes
+    assert sum(spent_s[4:]) <= 0.5
+    if sizes[-1] < min(most_bytes, 256 * MIB):  # no time for one more to warm up and one that counts
+        assert sum(spent_s[4:]) + 2 * 4 * link.ring_s(sizes[-1], world_size) > 0.45
+
+
+@pytest.mark.parametrize(
+    ("rate", "largest", "within"), [("200 Mbit/s", 4 * MIB, 0.07), ("1 Gbit/s", 16 * MIB, 0.09)], ids=[*RATES][1:3]
+)
+def test_a_unit_beyond_what_is_timed_is_predicted_among_milliseconds_of_late_ranks(rate, largest, within):
+    link, errors = Link(latency_s=5e-4, seconds_per_byte=1 / RATES[rate]), []
+    for seed in range(100):
+        points, sizes, _ = timed(link, 4, most_bytes=60 * MIB, noise_s=4e-3, seed=seed)
+        assert sizes[-1] == largest
+        errors.append(link_through(points, 4).ring_s(28 * MIB, 4) / link.ring_s(28 * MIB, 4) - 1)
+    assert sorted(map(abs, errors))[95] < within
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.15])

@@ -80,10 +80,10 @@ def test_links_are_what_collectives_take_on_the_device(gpu, monkeypatch, floor_s
         gpu.launch(max(floor_s, whole.nbytes / 100e9))
 
     with fake_group(2):
-        link = cluster._measure_link(CUDA, collective)
-        assert {size: asked.count(size) for size in asked} == dict.fromkeys(
-            [4**exponent for exponent in range(7, 15)], 60
-        )
+        link = cluster._measure_link(CUDA, 200e6, collective)
+        assert {size: asked.count(size) for size in asked} == {
+            4**exponent: 10 * (6 if exponent <= 10 else 3) for exponent in range(7, 15)
+        }
     for size in asked:
         assert link.ring_s(size, 2) == pytest.approx(max(floor_s, size / 100e9), rel=1e-6)
 
