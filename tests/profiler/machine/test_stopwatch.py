@@ -64,6 +64,14 @@ def test_a_thread_that_waits_is_not_busy(monkeypatch):
     assert next(busy_s) == 0.25 * 2 * 3  # one run to warm up, and two
 
 
+@pytest.mark.parametrize(("is_warm", "expected"), [(False, 2.0), (True, 1.0)])
+def test_the_first_run_counts_where_all_is_warm(monkeypatch, is_warm, expected):
+    runs_s = iter([1.0, 3.0, 2.0])
+    monkeypatch.setattr(stopwatch, "_run_s", lambda *_, **__: (next(runs_s), 0.0))
+    with fake_group(2):
+        assert fastest_together_s(lambda: None, CPU, repeats=2, is_warm=is_warm) == expected
+
+
 def test_ranks_take_what_the_device_takes_together(gpu, monkeypatch):
     monkeypatch.setattr(dist, "barrier", lambda: pytest.fail("hosts would wait"))
     with fake_group(2):
@@ -135,7 +143,7 @@ def test_all_gathers_and_reduce_scatters_are_tried_apart_on_cpu(monkeypatch, gat
         clock.now_s += (1 - hidden_share) * 70e-6
         return SimpleNamespace(wait=lambda: setattr(clock, "now_s", max(clock.now_s, clock.busy_s)))
 
-    def timed(run, device, *, repeats):
+    def timed(run, device, **_):
         start_s = clock.busy_s = clock.now_s
         run()
         return clock.now_s - start_s
