@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp.apply import ShardedModel, internals
 from lightning_osdp.apply.internals import access, backward, calls, dtensors, gathering, sharding, unsharded
+from lightning_osdp.apply.updates import stepping_on_rows
 from lightning_osdp.errors import ConfigurationError
 
 METHODS = [f"{kind.__name__}.{name}" for kind, names in access._METHODS.items() for name in names]
@@ -371,6 +372,31 @@ def test_gradients_that_are_not_reduced_are_whole_until_a_step_is_forgotten(net,
     assert all(backward.has_unreduced_gradient(owner) for owner in owners)
     backward.forget_step(net, groups)
     assert not any(backward.has_unreduced_gradient(owner) for owner in owners)
+
+
+def test_states_that_a_step_makes_share_the_layout_of_their_parameters(net):
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.Adam(net.parameters())
+    with stepping_on_rows(optimizer):
+        optimizer.step()
+    for parameter in net.parameters():
+        assert optimizer.state[parameter]["exp_avg"]._spec is parameter._spec
+        low = dtensors.of_rows_there(dtensors.local(parameter).bfloat16(), parameter)
+        assert (low.dtype, low.shape) == (torch.bfloat16, parameter.shape)
+        assert dtensors.has_layout_of(low, parameter)
+
+
+def test_units_that_are_sharded_are_left_alone(net, groups):
+    with torch.no_grad():
+        net(torch.ones(2, 3))
+    freed = []
+    for group in groups:
+        group._to_sharded = lambda group=group, free=group._to_sharded: freed.append(group) or free()
+    gathering.reshard(net, groups)
+    assert freed == [groups[0], groups[2]]  # forward has left these two
+    gathering.reshard(net, groups)
+    assert freed == [groups[0], groups[2]]
 
 
 def test_an_all_gather_that_nobody_waited_for_is_dropped(net, groups):

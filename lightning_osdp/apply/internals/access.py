@@ -45,6 +45,7 @@ _METHODS = {
         "_to_sharded",
         "_to_sharded_post_forward",
         "_to_unsharded",
+        "is_sharded",
         "is_unsharded",
         "post_backward",
         "post_forward",

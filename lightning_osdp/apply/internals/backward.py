@@ -155,7 +155,8 @@ class BackwardWatch:
             return
         have = [has_unreduced_gradient(parameter) for parameter in group.fsdp_params]
         self._note(index, have)
-        _make_dense(group)
+        if any(have):
+            _make_dense(group)
         if any(have) or (self._is_ending and _is_trained(group)):
             post_backward(*unused)
             return

@@ -224,8 +224,10 @@ def of_rows(rows: Tensor, like: DTensor) -> DTensor:
 
 def of_rows_there(rows: Tensor, like: DTensor) -> DTensor:
     """DTensor likewise, whose rows stay on their device: `of_rows` moves them to that of the mesh."""
-    meta = TensorMeta(like.shape, like.stride(), rows.dtype)
-    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    spec = like._spec  # the same object where it can be: `has_layout_of` need not look into it
+    if rows.dtype != like.dtype:
+        meta = TensorMeta(like.shape, like.stride(), rows.dtype)
+        spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     make: Any = DTensor
     found: DTensor = make(rows, spec, requires_grad=False)
     return found

@@ -174,7 +174,8 @@ def reshard(root: nn.Module, groups: Sequence[Any]) -> None:
             if isinstance(result.all_gather_work, dist.Work):
                 result.all_gather_work.wait()
             group._all_gather_result = None
-        group._to_sharded()
+        if not group.is_sharded:
+            group._to_sharded()
         drop_retained(group)
         if group._training_state != TrainingState.FORWARD:  # a forward that goes on needs its order
             group._post_forward_indices.clear()

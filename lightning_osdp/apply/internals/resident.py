@@ -96,16 +96,15 @@ class Residence:
         self._is_open = False
         if not self._kept:
             return
-        hidden = [group in self._kept and not group.is_unsharded for group in self._groups]
-        told = self._agree(
-            [int(is_hidden and self._is_outdated(group)) for group, is_hidden in zip(self._groups, hidden, strict=True)]
-        )
-        for group, is_hidden, is_outdated in zip(self._groups, hidden, told, strict=True):
+        hidden = {group: _marks(group) for group in self._kept if not group.is_unsharded}
+        told = self._agree([int(group in hidden and self._is_outdated(group, hidden[group])) for group in self._groups])
+        for group, is_outdated in zip(self._groups, told, strict=True):
             if is_outdated:
                 self._free(group)
-            elif is_hidden:
+            elif group in hidden:
                 self._kept[group] = [
-                    known._replace(mark=mark) for known, mark in zip(self._kept[group], _marks(group), strict=True)
+                    known if known.mark == mark else known._replace(mark=mark)
+                    for known, mark in zip(self._kept[group], hidden[group], strict=True)
                 ]
 
     def free(self) -> None:
@@ -206,11 +205,11 @@ class Residence:
         """Tells if nobody can have written to this rank's shards since ranks last agreed."""
         return [known.mark for known in self._kept[group]] == _marks(group)
 
-    def _is_outdated(self, group: Any) -> bool:
-        """Tells if this rank's shards differ from its rows of the kept unsharded weights, bit by bit."""
+    def _is_outdated(self, group: Any, marks: Sequence[tuple[int, ...]]) -> bool:
+        """Tells if this rank's shards, with these marks, differ from its rows of the kept weights, bit by bit."""
         if not stays(group):
             return True
-        shards = zip(group.fsdp_params, self._kept[group], _marks(group), strict=True)
+        shards = zip(group.fsdp_params, self._kept[group], marks, strict=True)
         return any(_differs(group, parameter, known.hash) for parameter, known, mark in shards if mark != known.mark)
 
 
