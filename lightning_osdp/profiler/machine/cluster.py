@@ -339,9 +339,9 @@ def _measure_overlap(device: torch.device, link: Link) -> tuple[bool, tuple[str,
 
 
 def _overlapped_bytes(link: Link) -> int:
-    """Bytes of a collective that takes about as long as the computing that is tried beside it."""
-    fitting = (size for size in _SIZES_BYTES if link.ring_s(size, dist.get_world_size()) <= 4 * _LEAST_OVERLAP_S)
-    return int(max(fitting, default=_SIZES_BYTES[0]))
+    """Bytes of a collective, of those that were timed, that takes about as long as the computing tried beside it."""
+    fitting = (size for size, seconds in link.steps if (dist.get_world_size() - 1) * seconds <= 4 * _LEAST_OVERLAP_S)
+    return int(dist.get_world_size() * max(fitting, default=link.steps[0][0]))
 
 
 def _begin_all_gather(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:

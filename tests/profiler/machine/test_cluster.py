@@ -170,6 +170,19 @@ def test_a_unit_beyond_what_is_timed_is_predicted_among_milliseconds_of_late_ran
     assert sorted(map(abs, errors))[95] < within
 
 
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (((4096, 1e-4), (2**20, 5e-3)), 4 * 2**20),
+        (((4096, 1e-4), (2**20, 7e-3), (2**22, 3e-2)), 4 * 4096),  # more than 20 ms in three steps
+        (((4096, 1e-2), (2**20, 7e-2)), 4 * 4096),
+    ],
+)
+def test_overlap_is_tried_with_a_collective_that_was_timed(steps, expected):
+    with fake_group(4):
+        assert cluster._overlapped_bytes(Link(latency_s=1e-4, seconds_per_byte=1e-9, steps=steps)) == expected
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.15])
 @pytest.mark.parametrize(("gather_s", "product_s"), [(40e-6, 300e-6), (20e-3, 300e-6), (1e-3, 9e-3)])
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.2, 0.0])

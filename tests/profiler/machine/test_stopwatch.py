@@ -18,7 +18,7 @@ from lightning_osdp.profiler.step_time import time_step
 from lightning_osdp.profiler.tracing.calls import recorded_calls
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-LINK = Link(latency_s=1e-4, seconds_per_byte=1e-9)
+LINK = Link(latency_s=1e-4, seconds_per_byte=1e-9, steps=((2.0**13, 1e-4), (2.0**19, 6e-4)))
 
 
 @pytest.fixture
