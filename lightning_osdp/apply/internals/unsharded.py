@@ -189,14 +189,15 @@ class _Rows:
 
     def _locate(self) -> None:
         """Finds the places of rows, which stay the same until shards are other tensors, or have other memory."""
-        parameters = [each for each in self._group.fsdp_params if not is_shared(each)]
+        parameters = self._group.fsdp_params
         shards = [parameter._sharded_local_tensor for parameter in parameters]
         addresses = [shard.data_ptr() for shard in shards]
         if addresses == self._addresses and all(map(operator.is_, shards, self._shards)):
             return
         self._shards, self._addresses = shards, addresses
         # Writes to ``data`` leave versions, which autograd checks, as they are.
-        pairs = [(own_rows(self._group, each), shard.data) for each, shard in zip(parameters, shards, strict=True)]
+        apart = [(each, shard) for each, shard in zip(parameters, shards, strict=True) if not is_shared(each)]
+        pairs = [(own_rows(self._group, each), shard.data) for each, shard in apart]
         same = [(shard, rows) for rows, shard in pairs if rows.dtype == shard.dtype]
         self._copied = [shard for shard, _ in same], [rows for _, rows in same]
         self._compared = [(rows.flatten(), shard.flatten()) for rows, shard in pairs if rows.dtype != shard.dtype]
