@@ -170,6 +170,22 @@ def test_a_unit_beyond_what_is_timed_is_predicted_among_milliseconds_of_late_ran
     assert sorted(map(abs, errors))[95] < within
 
 
+def test_computing_that_was_timed_in_a_slow_episode_is_timed_again(monkeypatch):
+    alone_s = iter([0.9, 0.1])
+
+    def seconds(run, *_, **__):
+        sent.clear()
+        run()
+        return 10 * next(alone_s) if not sent else len(sent) * (0.1 + sent[0] / 1e9)
+
+    sent = []
+    monkeypatch.setattr(cluster, "fastest_together_s", seconds)
+    with fake_group(2):
+        link = cluster._measure_link(torch.device("cpu"), MIB, lambda whole, *_: sent.append(whole.nbytes))
+    assert [link.ring_s(size, 2) for size in (16 * KIB, MIB)] == pytest.approx([16 * KIB / 1e9, MIB / 1e9])
+    assert next(alone_s, None) is None
+
+
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
