@@ -36,7 +36,7 @@ NUM_STEPS = 3
 
 @dataclass(kw_only=True, eq=False)
 class Block:
-    """Part of a segment: a tensor, or free."""
+    """Part of a segment: a tensor, free, or the end of a segment that grows."""
 
     start: int
     size: int
@@ -54,24 +54,31 @@ class Block:
 
 
 class CachingAllocator:
-    """The rules of ``PYTORCH_CUDA_ALLOC_CONF`` as it is by default, on a device that never runs out of memory.
+    """The rules of ``PYTORCH_CUDA_ALLOC_CONF``, on a device that never runs out of memory.
 
-    Sizes are multiples of 512 bytes. A stream has two pools. Of the one for tensors up to 1 MiB a segment has 2 MiB;
-    of the other one 20 MiB, or for tensors of 10 MiB and more as many as they need, in multiples of 2 MiB. A tensor
-    gets the smallest free block of its pool that is large enough, the first of equal ones, and what it leaves of the
-    block is a block of its own, in the second pool only if that is more than 1 MiB. Free neighbours become one block.
-    No segment is given back.
+    Sizes are multiples of 512 bytes. A stream has two pools, one of them for tensors up to 1 MiB. A tensor gets the
+    smallest free block of its pool that is large enough, the first of equal ones, and what it leaves of the block is a
+    block of its own. Free neighbours become one block. No segment is given back.
+
+    By default a segment of the pool of small tensors has 2 MiB. One of the other pool has 20 MiB, or for tensors of 10
+    MiB and more as many as they need, in multiples of 2 MiB; of its blocks a rest up to 1 MiB is not split off.
+
+    With ``expandable_segments`` a pool is one segment, which grows behind its last block by pages of 2 MiB, for larger
+    tensors of 20 MiB. The last block is taken where no other one is large enough, and every rest is split off.
 
     References:
-        c10/cuda/CUDACachingAllocator.cpp (``malloc``, ``get_free_block``, ``alloc_found_block``, ``free_block``).
-        [Read, and not compared with CUDA.]
+        c10/cuda/CUDACachingAllocator.cpp (``malloc``, ``get_free_block``, ``alloc_found_block``, ``free_block``,
+        ``try_allocate_expandable_block``). [Read, and not compared with CUDA.]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, expandable_segments: bool = False) -> None:
         self.reserved_bytes = 0
         self.by_stream: dict[Hashable, int] = defaultdict(int)
         """Reserved bytes of each stream."""
         self._free: dict[tuple[Hashable, bool], list[tuple[tuple[int, int], Block]]] = defaultdict(list)
+        self._is_expandable = expandable_segments
+        self._ends: dict[tuple[Hashable, bool], Block] = {}
+        """Empty block at the end of a segment that grows, by pool."""
 
     def allocate(self, num_bytes: int, stream: Hashable) -> Block:
         """Returns the block that a tensor of so many bytes, more than none, gets in a stream."""
@@ -80,9 +87,14 @@ class CachingAllocator:
         pool = (stream, is_small)
         free = self._free[pool]
         place = bisect_left(free, (size, -1), key=lambda each: each[0])
-        block = free.pop(place)[1] if place < len(free) else self._segment(size, pool)
+        if self._is_expandable and place + 1 < len(free) and free[place][1].after is self._ends[pool]:
+            place += 1
+        if place < len(free):
+            block = free.pop(place)[1]
+        else:
+            block = self._grown(size, pool) if self._is_expandable else self._segment(size, pool)
         left = block.size - size
-        if left >= _LEAST if is_small else left > _SMALL:
+        if left >= _LEAST if is_small or self._is_expandable else left > _SMALL:
             rest = Block(start=block.start + size, size=left, pool=pool, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
@@ -112,9 +124,29 @@ class CachingAllocator:
         else:
             whole = _MIDDLE_SEGMENT if size < _MIDDLE else -(-size // (2 * _MIB)) * 2 * _MIB
         block = Block(start=self.reserved_bytes, size=whole, pool=pool)
-        self.reserved_bytes += whole
-        self.by_stream[pool[0]] += whole
+        self._reserve(whole, pool)
         return block
+
+    def _grown(self, size: int, pool: tuple[Hashable, bool]) -> Block:
+        """The last block of the segment of a pool, with as many pages more as it needs for this size."""
+        end = self._ends.setdefault(pool, Block(start=0, size=0, pool=pool, is_free=False))
+        last = end.before
+        if last is not None and last.is_free:
+            self._take(last)
+        else:
+            last = Block(start=end.start, size=0, pool=pool, before=last, after=end)
+            if last.before is not None:
+                last.before.after = last
+            end.before = last
+        page = _SMALL_SEGMENT if size <= _SMALL else _MIDDLE_SEGMENT
+        more = -(-(size - last.size) // page) * page
+        last.size, end.start = last.size + more, end.start + more
+        self._reserve(more, pool)
+        return last
+
+    def _reserve(self, num_bytes: int, pool: tuple[Hashable, bool]) -> None:
+        self.reserved_bytes += num_bytes
+        self.by_stream[pool[0]] += num_bytes
 
     def _give_back(self, block: Block) -> None:
         block.is_free = True
@@ -128,9 +160,9 @@ class CachingAllocator:
 class _Allocated(LiveBytes):
     """Live bytes, of which each storage has a block of an allocator."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, expandable_segments: bool) -> None:
         super().__init__("cpu")
-        self.allocator = CachingAllocator()
+        self.allocator = CachingAllocator(expandable_segments=expandable_segments)
         self._blocks: dict[int, tuple[int, Block]] = {}
 
     @override
@@ -173,6 +205,7 @@ def reserved(
     by_operation: bool = False,
     resharded: frozenset[int] = frozenset(),
     zeroes_first: bool = False,
+    expandable_segments: bool = False,
 ) -> Reserved:
     """Counts what a step of a `LanguageModel` reserves, in bf16-mixed with gradients reduced in float32, and AdamW.
 
@@ -185,6 +218,7 @@ def reserved(
         by_operation: whether these keep what `selective` says.
         resharded: indices of blocks that are resharded after forward; the root, which has all else, is not.
         zeroes_first: whether gradients are zeroed before forward, and not, as Lightning does, before backward.
+        expandable_segments: whether the allocator's segments grow, see `CachingAllocator`.
     """
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy, options = MixedPrecisionPolicy() if sizes.is_bfloat16 else mixed, dict[str, Any](preserve_rng_state=False)
@@ -204,7 +238,7 @@ def reserved(
                 fully_shard(layers[index], mesh=mesh, mp_policy=policy, reshard_after_forward=index in resharded)
             fully_shard(module, mesh=mesh, mp_policy=policy)
             optimizer = AdamW([each for each in module.parameters() if each.requires_grad], foreach=False)
-            live = _Allocated()
+            live = _Allocated(expandable_segments=expandable_segments)
             with live:
                 live.track(module.parameters())
                 tokens = torch.zeros(batch, sequence, dtype=torch.long)

@@ -49,8 +49,6 @@ _REDUCED = "reduced gradients"
 _BLOCK = re.compile(r".*?\.\d+(?=\.)")
 _EVERY = {"none": 0, "by operation": 0, "full": 1, "every second block": 2}
 """Checkpointing -> number of blocks of which one recomputes all of its forward; 0: none does."""
-_DIFFERENCE = "C"
-"""The set of which only the difference between its rows can be told."""
 FSDP1 = {"FULL_SHARD": ZDP, "SHARD_GRAD_OP": DP, "HYBRID_SHARD": HSDP, "HYBRID_SHARD_ZERO2": HDP}
 """Strategies of FSDP1 -> the mode of units that are nearest to it."""
 RESHARDING = 0.25
@@ -76,6 +74,8 @@ class Case:
     """Resharding of ``fully_shard``: ``always``, ``never``, or ``default``: all blocks but the last."""
     zeroes_first: bool = False
     """True if the loop zeroes gradients before forward, and not, as Lightning does, between forward and backward."""
+    expandable_segments: bool = False
+    """True if the program had CUDA's allocator grow its segments (``PYTORCH_CUDA_ALLOC_CONF``)."""
     gib: float | None = None
     allocated: bool = False
     """True if `gib` are of tensors, and not what the allocator reserved."""
@@ -183,6 +183,7 @@ def _counted(case: Case, machine: Machine, modes: Sequence[Treatment]) -> dict[s
         by_operation=is_by_operation,
         resharded=frozenset(index for index, mode in enumerate(modes[1:]) if mode == ZDP),
         zeroes_first=case.zeroes_first,
+        expandable_segments=case.expandable_segments,
     )
     return {
         "counted_gib": found.live_bytes / _GIB,
@@ -326,21 +327,9 @@ def predicted_gib(row: Row) -> float:
 
 
 def memory_errors(rows: Sequence[Row]) -> list[float]:
-    """Relative errors of memory, of rows that can be stated.
-
-    Of a set whose checkpointing is not stated, they are of the difference to its first row.
-    """
-    found = []
-    first = {row["case"]["set"]: row for row in reversed(rows)}
-    for row in rows:
-        case, other = row["case"], first[row["case"]["set"]]
-        if not case["gib"] or case.get("holds_less") or (case["set"] == _DIFFERENCE and row is other):
-            continue
-        error = predicted_gib(row) - case["gib"]
-        if case["set"] == _DIFFERENCE:
-            error -= predicted_gib(other) - other["case"]["gib"]
-        found.append(error / case["gib"])
-    return found
+    """Relative errors of memory, of rows that can be stated."""
+    judged = [row for row in rows if row["case"]["gib"] and not row["case"].get("holds_less")]
+    return [predicted_gib(row) / row["case"]["gib"] - 1 for row in judged]
 
 
 def rates(rows: Sequence[Row]) -> list[float]:
