@@ -87,7 +87,7 @@ class Estimate:
             "is slowed by communication beside it": step.contention_s,
         }
         told = ", ".join(f"{name} {seconds / step.time_s:.0%}" for name, seconds in shares.items())
-        yield f"Of its step {self.name} {told}."
+        yield f"In a step {self.name} {told}."
         if self.tokens:
             rate = plan.samples_per_s * self.tokens
             yield f"It takes {three_digits(rate)} tokens/s, {three_digits(rate / plan.world_size)} on each GPU."
