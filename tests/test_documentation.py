@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PAPER_MAP = (ROOT / "docs/research/paper_map.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 OPTIONS = (ROOT / "docs/options.md").read_text(encoding="utf-8")
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/research").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
 def _resolve(path):

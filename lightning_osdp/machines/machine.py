@@ -27,7 +27,7 @@ CONTEXT_MIB = 1536
 """Memory of a device that is not free for tensors: the context and NCCL's buffers. [Assumption, not a measurement.]"""
 PUBLISHED_RATES = (0.72, 1.16)
 """Least and most throughput of eager steps that others measured on GPUs, over what the catalog's rates predict of them
-(``docs/research/published.md``)."""
+(``docs/research/gpus/published.md``)."""
 _HOST_STEP_S = 2e-5
 """Seconds of a step of a ring of hosts over TCP, whatever they tell each other. [Assumption, not a measurement.]"""
 _KERNELS_S = 5e-5

@@ -1,4 +1,4 @@
-"""Writes docs/research/lifecycle.md: `python tests/distributed/lifecycle/lifecycle_table.py`."""
+"""Writes docs/research/measured/lifecycle.md: `python tests/distributed/lifecycle/lifecycle_table.py`."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tests.distributed.support import lifecycle, ranks
 
-PAGE = Path(__file__).parents[3] / "docs" / "research" / "lifecycle.md"
+PAGE = Path(__file__).parents[3] / "docs" / "research" / "measured" / "lifecycle.md"
 HEAD = """# Features of the Trainer
 
 Each feature was run on two gloo ranks under `OSDPStrategy`, with a plan of ZDP and DP units, and under Lightning's
