@@ -4,7 +4,7 @@ from importlib import metadata
 
 project = "lightning-osdp"
 author = "the lightning-osdp authors"
-copyright = f"2025, {author}"  # noqa: A001 (Sphinx asks for this name)
+copyright = f"2026, {author}"  # noqa: A001 (Sphinx asks for this name)
 release = metadata.version("lightning-osdp")
 version = release
 
