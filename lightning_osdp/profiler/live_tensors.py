@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -170,7 +170,7 @@ class Census:
         # `type(each)` and not `isinstance`: a proxy for another object may claim to be a tensor. There are half a
         # million objects of a few thousand types.
         types = {each for each in set(map(type, everything)) if issubclass(each, (Tensor, DeviceMesh))}
-        objects = [each for each in everything if type(each) in types]
+        objects = [*compress(everything, map(types.__contains__, map(type, everything)))]
         # `mesh` is a view of `_rank_map` that asks for this rank, whose process group may be gone
         meshes = _storages(each._rank_map for each in objects if isinstance(each, DeviceMesh))
         found = _storages(each for each in objects if isinstance(each, Tensor))
