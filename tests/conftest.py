@@ -15,7 +15,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.sched_setaffinity(0, _cores[_place % len(_cores) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])])
 
 import pytest
-import torch.distributed as dist
 from hypothesis import settings
 
 from lightning_osdp.assign import Setting
@@ -26,13 +25,14 @@ from lightning_osdp.core.units import partition
 
 # An example's duration says nothing of the code. Examples stay the same every time, so that a change makes tests fail;
 # `pytest --hypothesis-profile=random` looks for others.
-settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("random", deadline=None)
 settings.load_profile("same")
 
 
-def pytest_collection_finish():
-    """Leaves what was imported out of each collection: profiling looks through all objects, and looks for few."""
+@pytest.fixture(scope="module", autouse=True)
+def _left_out():
+    """Leaves what was there before out of each collection: a fit looks through all other objects, and looks for few."""
     gc.collect()
     gc.freeze()
 
@@ -40,6 +40,8 @@ def pytest_collection_finish():
 @pytest.fixture(scope="module")
 def one_rank():
     """A process group of this process alone."""
+    import torch.distributed as dist  # not by the process that shares tests out
+
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/store")
         yield

@@ -1,11 +1,9 @@
-from importlib.util import find_spec
-
 import pytest
 
 from tests.distributed.support.ranks import TIMEOUT_S, RankPool
 
-# Collecting doctests imports every file; these need the optional dependency group "models".
-collect_ignore = [] if find_spec("transformers") and find_spec("peft") else ["support/hf"]
+# Collecting doctests imports every file; of these, which have none, some import transformers for seconds.
+collect_ignore = ["support"]
 
 
 class _Pools:

@@ -18,8 +18,8 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 TIMEOUT_S = 240
-_IMPORTED = ["lightning_osdp.strategy", "torch._dynamo", "torch.distributed.checkpoint"]
-"""Modules imported once, before ranks are forked. The process runs no operation: no thread is lost with the fork."""
+_IMPORTED = ["tests.distributed.support.imported"]
+"""Modules imported once, before ranks are forked."""
 
 
 class _RankDiedError(AssertionError):
@@ -144,14 +144,19 @@ def _serve(connection: Connection, rank, world_size, port, faults):
     current_process()._config["daemon"] = False  # a case's loaders may have workers
     import torch
     import torch.distributed as dist
+    from lightning.pytorch.trainer.connectors import callback_connector
 
-    from lightning_osdp.profiler import optimizer, step_time
+    from lightning_osdp.profiler import optimizer, rerun_time, step_time
     from lightning_osdp.strategy.planning import publish
 
     publish.save_picture = lambda *_, **__: None  # of every plan: pictures take a good part of all seconds
-    step_time._REPEATS = optimizer._REPEATS = 1  # as repeating what is timed does, and no test asks for good times
+    # as repeating what is timed does, and no test asks for good times
+    step_time._REPEATS = optimizer._REPEATS = rerun_time._REPEATS = 1
+    # each Trainer looks through all packages for them
+    callback_connector._load_external_callbacks = lambda _: []
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    _leave_out()
     while True:
         module, path, name, kwargs = connection.recv()
         try:
@@ -160,8 +165,13 @@ def _serve(connection: Connection, rank, world_size, port, faults):
         except BaseException:
             outcome = (False, traceback.format_exc())
         connection.send(outcome)
-        gc.collect()
-        gc.freeze()  # modules that this case has imported: a fit looks through all objects for tensors
+        _leave_out()
+
+
+def _leave_out():
+    """Leaves what is there out of collections, and what was imported out of fits, which look for tensors everywhere."""
+    gc.collect()
+    gc.freeze()
 
 
 def _load(name, path):
@@ -171,8 +181,4 @@ def _load(name, path):
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
-        if not gc.get_freeze_count():  # no case has left anything yet
-            # a fit looks through all objects for tensors: not through those of libraries
-            gc.collect()
-            gc.freeze()
     return sys.modules[name]
