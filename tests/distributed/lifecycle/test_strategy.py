@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPStrategy, SearchSpace, simulate
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
-from lightning_osdp.profiler.machine import unit_overhead
 from lightning_osdp.report.picture import save_picture
 from lightning_osdp.strategy.planning import profile_fit, publish
 from tests.distributed.support.fits import (
@@ -27,6 +26,7 @@ from tests.distributed.support.fits import (
     failure,
     fitted,
     largest_difference,
+    measuring_briefly,
     plan_for,
     shared_folder,
     trainer,
@@ -38,7 +38,7 @@ from tests.tiers import slow
 pytestmark = pytest.mark.distributed
 
 
-@mock.patch.object(unit_overhead, "_PATIENCE_S", new=0.0)  # the overhead of units of 4 MiB takes seconds
+@measuring_briefly
 def plans_itself():
     """Measures links, plans under a limit between what all-ZDP and all-DP need, trains, and reports."""
     free = fitted(OSDPStrategy(search_space=SPACE, memory_limit="1GiB"), WideMLP("sgd"), max_steps=1).strategy.plan
@@ -535,7 +535,7 @@ def test_profiling_leaves_no_trace_in_training(ranks, world_size):
     [
         slow("auto", 2, 4),
         slow("keep", 2, 4),
-        (10, 2, 10),
+        slow(10, 2, 10),
         slow("scale", 2, 80),
         slow(10, 4, 10),
         slow("scale", 4, 40),
@@ -618,7 +618,7 @@ def test_given_plans_are_used_or_refused(ranks, world_size):
     assert found["accumulated"] == 2
 
 
-@pytest.mark.parametrize(("state_dict_type", "world_size"), [slow("full", 4), ("sharded", 2)])
+@pytest.mark.parametrize(("state_dict_type", "world_size"), [slow("full", 4), slow("sharded", 2)])
 def test_training_resumed_under_another_plan_equals_the_uninterrupted_run(ranks, state_dict_type, world_size):
     found = ranks(world_size).run(checkpoints, state_dict_type=state_dict_type)[0]
     assert found["global_steps"] == [6, 6, 6]
@@ -647,7 +647,8 @@ def test_models_that_cannot_be_planned_are_refused_before_training(ranks, world_
     assert "the dataloader is empty" in found["empty"][1]
 
 
-@both_sizes
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_loader_that_cannot_be_rebuilt_is_kept_with_the_reason(ranks, world_size):
     micro_batch_size, warnings = ranks(world_size).run(plain_dataset_is_kept)[0]
     assert micro_batch_size == 3
@@ -655,7 +656,7 @@ def test_a_loader_that_cannot_be_rebuilt_is_kept_with_the_reason(ranks, world_si
 
 
 @both_sizes
-@pytest.mark.parametrize("is_everywhere", [True, slow(False)], ids=["on meta", "real on rank 0"])
+@pytest.mark.parametrize("is_everywhere", [slow(True), slow(False)], ids=["on meta", "real on rank 0"])
 def test_a_model_on_the_meta_device_starts_equal_on_all_ranks_and_trains(ranks, world_size, is_everywhere):
     found = ranks(world_size).run(models_on_the_meta_device, is_everywhere=is_everywhere)
     assert found[0]["tied"]

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from lightning_osdp.core.cluster import UNIT_PARTS
 from lightning_osdp.profiler import measure_cluster
-from lightning_osdp.profiler.machine import cluster, unit_overhead
+from lightning_osdp.profiler.machine import cluster
+from tests.distributed.support.fits import measuring_briefly
 from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
@@ -16,12 +17,10 @@ pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
 
 
+@measuring_briefly
 def measured_cluster(available_bytes):
-    """measure_cluster where this rank may use its entry of ``available_bytes``; units are no larger than 1 MiB."""
-    with (
-        mock.patch.object(cluster, "default_memory_limit_bytes", return_value=available_bytes[dist.get_rank()]),
-        mock.patch.object(unit_overhead, "_PATIENCE_S", 0.0),
-    ):
+    """measure_cluster where this rank may use its entry of ``available_bytes``."""
+    with mock.patch.object(cluster, "default_memory_limit_bytes", return_value=available_bytes[dist.get_rank()]):
         return measure_cluster(torch.device("cpu"), local_ranks=dist.get_world_size())
 
 
@@ -35,6 +34,7 @@ def agreement_beside_a_device():
     return link, is_beside
 
 
+@measuring_briefly
 def memory_beside_groups(node_size):
     """Limit of `measure_cluster` on a device of 100 bytes, of which each process group takes one; groups afterwards."""
     live = dist.distributed_c10d._world.pg_map

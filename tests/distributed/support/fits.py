@@ -24,6 +24,7 @@ from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.errors import OSDPError, UntraceableError
+from lightning_osdp.profiler.machine import cluster, unit_overhead
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.models import BATCH_SIZE, build
 
@@ -45,6 +46,16 @@ STATED_RATES = DeviceRates(flops_per_s={"float32": 1e10, "float64": 1e10}, bytes
 without_measuring = mock.patch.object(plan_fit, "measure_cluster", new=_stated)
 """Patch for cases that plan but are not about links: measuring takes longer than the rest, on four ranks seconds."""
 
+
+def measuring_briefly(case):
+    """Has a case measure links by few sizes and runs: ranks that share a core take long, and no test asks for more."""
+    few = mock.patch.multiple(
+        cluster, _SIZES_BYTES=cluster._SIZES_BYTES[:5], _MOST_IN_A_ROW=cluster._LEAST_IN_A_ROW, _OVERLAP_REPEATS=1
+    )
+    return few(mock.patch.multiple(unit_overhead, _REPEATS=4, _PATIENCE_S=0.0)(case))
+
+
+PROFILED = {"exchanges": True, "activations": ("keep", "recompute")}
 _profiles = {}
 
 
@@ -64,9 +75,9 @@ def profile_of(module):
 def _profiled(module):
     batch = next(iter(module.loader(0, 1)))
     try:
-        profile = profile_model(module, batch, rates=STATED_RATES, exchanges=True)
+        profile = profile_model(module, batch, rates=STATED_RATES, **PROFILED)
     except UntraceableError:  # it reads values, so it is timed
-        profile = profile_model(module, batch, exchanges=True)
+        profile = profile_model(module, batch, **PROFILED)
     return dataclasses.replace(profile, optimizer=dataclasses.replace(profile.optimizer, s_per_element=1e-9))
 
 
