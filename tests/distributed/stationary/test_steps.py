@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_osdp.stationary import Ranks, is_stationary, make_stationary
 from lightning_osdp.stationary.exchanges import Call, gather, sum_up, to_features, to_samples
-from tests.tiers import in_turn
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -169,7 +169,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "world_size"), in_turn(CASES, [2, 4]))
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [(CASES[0], 2), (CASES[1], 2), *(slow(case, 2) for case in CASES[2:]), *(slow(case, 4) for case in CASES)],
+)
 def test_five_steps_equal_one_process(ranks, case, world_size):
     dtype, optimizer, tolerance = case
     for found in ranks(world_size).run(trains, dtype=dtype, optimizer=optimizer):
