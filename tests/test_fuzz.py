@@ -33,7 +33,7 @@ from lightning_osdp.report.tables import plan_table, render
 from lightning_osdp.simulation import simulate
 
 fuzzed = settings(
-    max_examples=int(os.environ.get("OSDP_FUZZ_EXAMPLES", "100")),
+    max_examples=int(os.environ.get("OSDP_FUZZ_EXAMPLES", "25" if settings().derandomize else "100")),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 LINK = Link(latency_s=1e-5, seconds_per_byte=1e-9)

@@ -91,6 +91,7 @@ def test_blocking_stops_what_does_need_torch(name):
     assert "is blocked" in found.stderr
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_nothing_that_few_need():
     rare = ("fairscale", "matplotlib", "torch.testing._internal")
     code = """

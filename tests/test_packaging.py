@@ -13,9 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import slow
+
 ROOT = Path(__file__).parents[1]
 
-SMOKE = """
+PLACE = """
+import lightning_osdp
+
+print(lightning_osdp.__file__)
+"""
+TRAINS = """
 import lightning, torch, lightning_osdp
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -51,13 +58,14 @@ def distributions(tmp_path_factory):
     return wheel, sdist
 
 
-def test_the_wheel_trains_and_answers_where_there_is_no_checkout(distributions, tmp_path):
+@pytest.mark.parametrize("code", [PLACE, slow(TRAINS)], ids=["answers", "trains"])
+def test_the_wheel_trains_and_answers_where_there_is_no_checkout(distributions, tmp_path, code):
     wheel, _ = distributions
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env/bin/python"
     _run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     dependencies = sysconfig.get_path("purelib")  # not as a site folder: the checkout's own .pth file has no effect
-    place = _run(python, "-W", "ignore", "-c", SMOKE, cwd=tmp_path, PYTHONPATH=dependencies, OMP_NUM_THREADS="1")
+    place = _run(python, "-W", "ignore", "-c", code, cwd=tmp_path, PYTHONPATH=dependencies, OMP_NUM_THREADS="1")
     assert f"{tmp_path / 'env'}" in place
     script = tmp_path / "env/bin/lightning-osdp"
     told = _run(script, "--version", cwd=tmp_path, PYTHONPATH=dependencies)

@@ -27,7 +27,7 @@ def but_slow(values, *, slow):
 
 
 def examples(number):
-    """Settings of a property test with so many examples, of which `make test` runs the first half each time."""
+    """Settings of a property test with so many examples, of which `make test` runs the first third each time."""
     from hypothesis import settings  # ranks import this file, and have no use for it
 
-    return settings(deadline=None, max_examples=number // 2 if settings().derandomize else number)
+    return settings(deadline=None, max_examples=number // 3 if settings().derandomize else number)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.measures.accuracy.memory import draw_cases, measure
-from tests.tiers import slow
 
 
-@pytest.mark.parametrize(("world_size", "node_size"), [slow(4, 2), (8, 4), slow(128, 8)])
-@pytest.mark.parametrize("family", ["odd_mlp", slow("tied")])
+@pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (8, 4), (128, 8)])
+@pytest.mark.parametrize("family", ["odd_mlp", "tied"])
+@pytest.mark.slow  # tests/distributed/nodes/test_nodes.py has one on ranks
 def test_peaks_are_what_was_predicted(family, world_size, node_size):
     errors = {}
     for case in draw_cases(family, 6, seed=25):

@@ -23,7 +23,7 @@ def cheap_cases(family, count):
 
 @pytest.mark.parametrize(
     "family",
-    [each if each == "convolutional" else slow(each) for each in FAMILIES],
+    [each if each == "odd_mlp" else slow(each) for each in FAMILIES],
 )
 def test_predicted_peaks_are_those_counted(family):
     cases = cheap_cases(family, 2)
@@ -68,6 +68,7 @@ def test_the_benchmark_writes_what_it_prints_and_measures_no_case_twice(tmp_path
         assert "<path" in (tmp_path / f"{name}.svg").read_text()
 
 
+@pytest.mark.slow
 def test_planning_is_measured(monkeypatch):
     monkeypatch.setattr(planning, "HIDDEN_SIZE", 64)
     measured = planning.plan_once(2)

@@ -85,6 +85,12 @@ class Model(nn.Module):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.0)
 
 
+def profiled(**options):
+    """Profile of a model whose blocks have no choice, and the smallest units."""
+    profile = profile_model(Model(**options), torch.randn(4, WIDTH), activations=("keep",))
+    return profile, partition(profile, min_unit_bytes=0)
+
+
 @pytest.fixture(autouse=True)
 def group():
     """A process group of one process that takes itself for one of four, on two nodes."""
@@ -231,8 +237,7 @@ QUARTERS = [[each for each in HALF if (each[0] == each[1]) == is_equal] for is_e
     ids=["few", "all", "operators"],
 )
 def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, settings, monkeypatch):
-    profile = profile_model(Model(**CASES[case]), torch.randn(4, WIDTH))
-    units = partition(profile, min_unit_bytes=0)
+    profile, units = profiled(**CASES[case])
     if by_block:
         units = merged(profile, units, BLOCKS)
     of_nodes = [mode.but(reduce=sync) for mode in (HSDP, HDP) for sync in SYNC_CHOICES]
@@ -247,11 +252,10 @@ def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, settin
             assert seen == expected, (mode, engine, number)
 
 
-@pytest.mark.parametrize("by_block", [True, False])
+@pytest.mark.parametrize("by_block", [True, slow(False)])
 @pytest.mark.parametrize("recomputes", ["reentrant", "with dropout", "together", "nested"])
 def test_so_it_does_where_a_model_checkpoints_in_other_ways(recomputes, by_block, monkeypatch):
-    profile = profile_model(Model(recomputes=recomputes), torch.randn(4, WIDTH))
-    units = partition(profile, min_unit_bytes=0)
+    profile, units = profiled(recomputes=recomputes)
     if by_block:
         units = merged(profile, units, BLOCKS)
     modes = [DP if unit.is_root else ZDP for unit in units]
@@ -263,8 +267,7 @@ def test_so_it_does_where_a_model_checkpoints_in_other_ways(recomputes, by_block
 
 @pytest.mark.parametrize("case", CASES)
 def test_units_that_are_gathered_late_are_gathered_as_predicted(case, monkeypatch):
-    profile = profile_model(Model(**CASES[case]), torch.randn(4, WIDTH))
-    units = partition(profile, min_unit_bytes=0)
+    profile, units = profiled(**CASES[case])
     modes = [DP if unit.is_root else ZDP for unit in units]
     names = [unit.name for unit in units if not unit.is_root]
     every = FSDP2(forward_prefetch=True)
@@ -280,8 +283,7 @@ def test_units_that_are_gathered_late_are_gathered_as_predicted(case, monkeypatc
 @pytest.mark.parametrize("recomputes", ["", "each"])
 def test_trained_units_are_one_over_frozen_ones_between_them(recomputes, monkeypatch):
     case = {"frozen": tuple(f"{block}.up" for block in BLOCKS), "recomputes": recomputes}
-    profile = profile_model(Model(**case), torch.randn(4, WIDTH))
-    units = partition(profile, min_unit_bytes=0)
+    profile, units = profiled(**case)
     if not recomputes:
         units = joined(profile, units, [("blocks.0.down", "blocks.1.down")])
         assert [(unit.name, unit.calls) for unit in units if unit.modules] == [("blocks.0.down", ((2, 4),))]

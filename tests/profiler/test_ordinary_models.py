@@ -9,6 +9,7 @@ import torch
 from lightning_osdp.profiler import profile_model
 from tests.profiler.entangled_models import MODELS
 from tests.profiler.wrapped import compare, gradients
+from tests.tiers import but_slow
 
 
 def measured(profile):
@@ -20,7 +21,10 @@ def measured(profile):
     return profile.operators, memory, profile.spans
 
 
-@pytest.mark.parametrize("name", MODELS)
+NAMES = but_slow(MODELS, slow=["Transformer"])
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_profiling_leaves_the_model_as_it_was(name):
     model = MODELS[name]()
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -47,7 +51,7 @@ def profiled(name):
     return model, profile_model(model, model.batch())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_counts_once(name):
     model, profile = profiled(name)
     parameters = list(model.parameters())

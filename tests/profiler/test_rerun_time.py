@@ -1,5 +1,7 @@
 """Operations of blocks that checkpointing runs again: as torch runs them, and what they take of forward's seconds."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from lightning_osdp.profiler.rerun_time import block_operations
 from lightning_osdp.profiler.step.run_step import StepRunner
 from lightning_osdp.profiler.tracing.trace import trace_step
 from tests.profiler.traced import CPU
-from tests.tiers import in_turn
+from tests.tiers import slow
 
 WIDTH, LENGTH, HEADS = 16, 8, 2
 RATES = DeviceRates(flops_per_s={"float32": 1e9}, bytes_per_s=1e30)
@@ -142,10 +144,17 @@ def test_products_that_run_again_are_those_that_torch_runs_again(kind, expected)
         assert found == [forward, again]
 
 
-@pytest.mark.parametrize(("kind", "num_blocks"), in_turn(KINDS, [3, 12]))  # of twelve, a few stand for all
+FEW = [("Gpt2WithDropout", 3), ("Outputs", 12)]
+"""Kinds and numbers of blocks; of twelve, a few stand for all."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_blocks"), [*FEW, *(slow(*case) for case in product(KINDS, (3, 12)) if case not in FEW)]
+)
 def test_seconds_of_running_again_are_those_of_what_runs_again(kind, num_blocks):
     model = Model(kind, num_blocks)
-    profile = profile_model(model, torch.randn(4, LENGTH, WIDTH), rates=RATES)
+    batch = torch.randn(4, LENGTH, WIDTH)
+    profile = profile_model(model, batch, rates=RATES, activations=("keep", "recompute"))
     assert len(profile.blocks) == num_blocks
     for block in profile.blocks:
         first, last = block.span
@@ -162,7 +171,7 @@ def test_where_operations_cannot_be_timed_one_by_one_all_of_forward_counts(monke
         raise UntraceableError("no such values")
 
     monkeypatch.setattr("lightning_osdp.profiler.model.replayed_s", refuse)
-    profile = profile_model(Model("Llama"), torch.randn(4, LENGTH, WIDTH))
+    profile = profile_model(Model("Llama", 2), torch.randn(4, LENGTH, WIDTH), activations=("keep", "recompute"))
     for block in profile.blocks:
         first, last = block.span
         forward_s = sum(segment.forward_s.at(4) for segment in profile.segments[first : last + 1])

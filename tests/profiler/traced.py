@@ -110,6 +110,14 @@ def _found(step, context):
     return traced, {"calls": traced.calls, "activations": dict(traced.activations), "seconds": seconds}
 
 
+def is_shortened(module, batch, batch_size, run):
+    """Tells whether blocks are left out of a trace, which leaves the module as it is."""
+    before = [*module.named_modules()]
+    traced = trace.trace_step(StepRunner(module, batch, batch_size, run, CPU))
+    assert [*module.named_modules()] == before
+    return bool(traced.short.cuts)
+
+
 def both(module, batch, batch_size, run):
     """Returns whether blocks were left out, what is then found, and what the whole model says."""
     step = StepRunner(module, batch, batch_size, run, CPU)

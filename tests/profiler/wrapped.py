@@ -57,7 +57,7 @@ def compare(name, world_size, modes=("ZDP",)):
         plain := MODELS[name](), lambda batch: plain.training_step(batch, 0), plain.batch()
     )
     model = MODELS[name]()
-    plan = plan_of(profile_model(model, model.batch()), world_size, modes)
+    plan = plan_of(profile_model(model, model.batch(), activations=("keep",)), world_size, modes)
     assert plan.fingerprint == fingerprint(model)
     sharded = ShardedModel.planned(model, plan, device=torch.device("cpu"))
     _, loss = gradients(model, lambda batch: sharded.run(model.training_step, batch, 0), model.batch())

@@ -25,7 +25,7 @@ from lightning_osdp.scheduler.fallback import with_less_memory
 from lightning_osdp.scheduler.structures import Attempt
 from lightning_osdp.scheduler.sweep import TOLERANCE
 from lightning_osdp.simulation import simulate
-from tests.tiers import examples
+from tests.tiers import examples, slow
 
 KEEP = SearchSpace(activations=("keep",))
 RECOMPUTE = SearchSpace(activations=("keep", "recompute"))
@@ -93,7 +93,7 @@ def test_blocks_recompute_where_nothing_else_fits_and_no_more_of_them_than_that_
     with pytest.raises(InfeasibleError):
         plan(deep, cluster, least - 100, search_space=KEEP)
     numbers = []
-    for limit_bytes in range(least, 1000, -100):
+    for limit_bytes in range(least, 1000, -200):
         try:
             found = plan(deep, cluster, limit_bytes)
         except InfeasibleError:
@@ -239,7 +239,7 @@ def test_levels_are_chosen_block_by_block_where_they_are_offered_and_never_other
     ranks = cluster(2, seconds_per_byte=0.01)
     most = plan(deep, cluster, 10**6).peak_bytes
     used, gains = set(), []
-    for limit_bytes in range(most, 1000, -200):
+    for limit_bytes in range(most, 1000, -400):
         try:
             whole = plan(deep, cluster, limit_bytes)
         except InfeasibleError:
@@ -270,7 +270,7 @@ def test_levels_are_said_to_gain_nothing_where_computing_hides_behind_links(deep
     ranks = dataclasses.replace(cluster(2, seconds_per_byte=0.05), overlaps=True)
     most = plan(deep, cluster, 10**6).peak_bytes
     num_recomputing = 0
-    for limit_bytes in range(most - 100, 1000, -600):
+    for limit_bytes in range(most - 100, 1000, -1200):
         options = {"memory_limit_bytes": limit_bytes, "micro_batch_size": 1}
         try:
             whole, found = (make_plan(deep, ranks, search_space=space, **options) for space in (RECOMPUTE, SELECTIVE))
@@ -399,7 +399,7 @@ def test_sizes_at_which_too_much_must_run_again_are_left_out(deep, cluster, trie
     assert in_all_per_s <= samples_per_s * (1 + TOLERANCE)
 
 
-@pytest.mark.parametrize("share_units", [False, True])
+@pytest.mark.parametrize("share_units", [False, slow(True)])
 @examples(12)
 @given(
     saved=st.sampled_from([40, 300]),

@@ -1,6 +1,7 @@
 """Plans that people make by hand, beside those that are searched."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 
@@ -12,6 +13,7 @@ from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.scheduler import made_by_hand, make_plan
 from lightning_osdp.simulation import simulate
+from tests.tiers import slow
 
 MIB = 2**20
 
@@ -120,9 +122,13 @@ def test_on_several_nodes_all_may_be_sharded_in_each(blocks, cluster):
     assert several["HYBRID_SHARD"].peak_bytes > several["FULL_SHARD"].peak_bytes
 
 
-@pytest.mark.parametrize("has_nodes", [False, True])
-@pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("overlaps", [False, True])
+FEW = [(True, 3, False), (False, 1, True)]
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "number", "has_nodes"),
+    [*FEW, *(slow(*case) for case in product((False, True), (1, 3), (False, True)) if case not in FEW)],
+)
 def test_no_plan_is_slower_than_what_is_made_by_hand(blocks, cluster, has_nodes, number, overlaps):
     ranks = dataclasses.replace(cluster(4, seconds_per_byte=1e-9), overlaps=overlaps)
     ranks, policy = in_nodes(ranks) if has_nodes else ranks, BatchPolicy.fixed(2, number)

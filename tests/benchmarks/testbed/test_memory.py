@@ -74,6 +74,7 @@ def test_buffers_that_are_gathered_synchronously_outlive_the_next_copy(asynchron
     assert layers(found) == [forward, 9.0, 8.5, 7.5]
 
 
+@pytest.mark.slow  # tests/distributed/memory/test_moving_peak.py counts them on ranks
 def test_units_that_move_activations_are_counted_as_predicted():
     link = Link(latency_s=0.0, seconds_per_byte=1e-6)
     plan = make_plan(

@@ -5,7 +5,6 @@ import importlib.util
 import pytest
 
 from tests.distributed.support.families import check, family
-from tests.tiers import slow
 
 pytestmark = [
     pytest.mark.distributed,
@@ -30,7 +29,7 @@ def hf_family(**kwargs):
     return family(**kwargs)
 
 
-MIXED = {"given": ["mixed"], "own": False}
+MIXED = {"given": ["mixed"], "own": 0}
 TIED = {
     "GPT2": {"model.transformer.wte", "model.lm_head"},
     "T5": {"model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "model.lm_head"},
@@ -39,10 +38,11 @@ TIED = {
 
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [(2, {"given": ["mixed"]}), slow(2, {"given": ["zdp", "mixed"]}), slow(4, MIXED)],
+    [(2, {"given": ["mixed"]}), (2, {"given": ["zdp", "mixed"]}), (4, MIXED)],
     ids=["2", "2, zdp too", "4"],
 )
-@pytest.mark.parametrize("name", ["GPT2", *(slow(name) for name in ("Llama", "T5", "Swin"))])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "T5", "Swin"])
+@pytest.mark.slow  # tests/distributed/memory/test_splitting.py trains one of them, too
 def test_every_plan_equals_ddp_and_one_process(ranks, name, world_size, options):
     found = ranks(world_size).run(hf_family, name=name, optimizer="adamw", dtype="float64", **options)[0]
     # Llama and T5 normalise in float32 whatever their parameters are.

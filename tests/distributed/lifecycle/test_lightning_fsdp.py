@@ -551,7 +551,7 @@ def test_state_is_asked_of_a_strategy_that_has_any():
 @pytest.mark.parametrize(
     ("kind", "precision", "wraps"),
     [
-        ("full", "16-mixed", True),
+        slow("full", "16-mixed", True),
         ("sharded", "bf16-mixed", True),
         slow("full", "bf16-mixed", True),
         slow("sharded", "16-mixed", True),
@@ -594,6 +594,7 @@ def test_a_checkpoint_takes_the_place_of_a_checkpoint_only(ranks):
         assert found["sharded storage_options"][0] == "ConfigurationError"
 
 
+@pytest.mark.slow  # tests/strategy/test_bad_input.py has more such checkpoints, on one rank
 def test_what_cannot_be_loaded_is_refused(ranks):
     for found in ranks(2).run(what_is_no_checkpoint):
         for kind in ("full", "sharded"):

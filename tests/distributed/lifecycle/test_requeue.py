@@ -13,6 +13,7 @@ from benchmarks.testbed.training import StartedRanks
 from lightning_osdp import OSDPStrategy
 from tests.distributed.support.fits import largest_difference, plan_for, shared_folder, trainer
 from tests.distributed.support.models import OddMLP
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -87,7 +88,7 @@ def requeued():
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_job_is_saved_by_all_ranks_between_two_batches_and_goes_on_when_it_is_queued_again(ranks, world_size):
     for rank, found in enumerate(ranks(world_size).run(requeued)):
         assert found["saved"] == ["hpc_ckpt_1.ckpt"]

@@ -98,6 +98,7 @@ def test_a_later_strategy_uses_the_units_of_the_first_unless_it_asks_for_others(
         assert found["weights"]
 
 
+@pytest.mark.slow
 def test_a_model_that_one_trainer_evaluated_is_planned_by_the_next(ranks):
     for found in ranks(2).run(fits_what_another_evaluated):
         assert found["units"] > 1

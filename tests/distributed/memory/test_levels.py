@@ -1,6 +1,7 @@
 """Blocks that keep results of some operations where they recompute, under fully_shard: bit for bit as all that keep."""
 
 import dataclasses
+import functools
 import warnings
 
 import pytest
@@ -233,11 +234,12 @@ def refused(name):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kept, losses, _ = activations.fitted(OSDPStrategy(plan=plan), kind=kind)
+        fitted = functools.partial(activations.fitted, kind=kind, max_steps=2)
+        kept, losses, _ = fitted(OSDPStrategy(plan=plan))
         strategy = OSDPStrategy(plan=dataclasses.replace(plan, blocks=blocks), dry_run=True)
-        state, ours, _ = activations.fitted(strategy, kind=kind)
+        state, ours, _ = fitted(strategy)
         untried = OSDPStrategy(plan=dataclasses.replace(plan, blocks=blocks[:1]), dry_run=False)
-        other = activations.fitted(untried, kind=kind)[0] if name == "hiding" else kept
+        other = fitted(untried)[0] if name == "hiding" else kept
     difference = activations.largest_of(state, ours, kept, losses)
     done = {block.name: (block.activations, block.kept) for block in strategy.plan.blocks}
     return done, strategy.plan.notes, difference, largest_difference(other, kept)
@@ -250,7 +252,7 @@ def test_blocks_at_levels_train_bit_for_bit_as_blocks_that_keep_everything(ranks
         assert set(found.values()) == {0.0}, found
 
 
-@pytest.mark.parametrize("is_mixed", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("is_mixed", [slow(False), True], ids=["float32", "autocast"])
 def test_experts_at_levels(ranks, is_mixed):
     for found in ranks(2).run(experts_at_levels, is_mixed=is_mixed):
         assert {difference for difference, _ in found.values()} == {0.0}
@@ -259,7 +261,8 @@ def test_experts_at_levels(ranks, is_mixed):
         assert products[0] > products[-1] == 0
 
 
-@pytest.mark.parametrize("name", ["autocast", "compiled", slow("repeated")])
+@pytest.mark.slow  # see tests/test_recomputation.py
+@pytest.mark.parametrize("name", [*USERS])
 def test_blocks_of_users_at_levels(ranks, name):
     for difference, are_kept in ranks(2).run(of_users, name=name):
         assert difference == 0
@@ -281,7 +284,7 @@ def test_levels_gather_as_blocks_that_recompute_everything(ranks):
             "HidingBlock",
             "results that their forward keeps are not what running it again returns",
         ),
-        (
+        slow(
             "touchy",
             {"blocks.0": ("recompute", ()), "blocks.1": ("recompute", ())},
             "Block",

@@ -100,7 +100,8 @@ def predicted_and_counted_residence(num_resident, num_micro_batches, together):
 
 
 @pytest.mark.parametrize(
-    ("num_resident", "num_micro_batches", "together"), [(1, 1, False), slow(3, 1, False), (3, 1, True), (3, 3, False)]
+    ("num_resident", "num_micro_batches", "together"),
+    [slow(1, 1, False), slow(3, 1, False), slow(3, 1, True), (3, 3, False)],
 )
 def test_peak_of_resident_units_is_what_was_predicted_from_the_first_step_on(
     ranks, num_resident, num_micro_batches, together

@@ -370,11 +370,22 @@ TIED = {"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro
         slow({**TIED, "sync": "last"}),
         slow({"name": "gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "dry_run": True}),
         slow({"name": "half_frozen", "optimizer": "sgd", "dtype": "float64", "num_micro_batches": 2, "sync": "last"}),
-        {**TIED, "sync": "node", "all_modes": ("hsdp", "all"), "steps": 3},
+        {**TIED, "sync": "node", "all_modes": ("all",), "steps": 3},
+        slow({**TIED, "sync": "node", "all_modes": ("hsdp",)}),
         slow({**TIED, "sync": "node", "all_modes": ("hpz", "mixed", "hdp")}),
         slow({"name": "gpt", "optimizer": "adamw", "dtype": "float64", "clip": 0.05, "sliced": ("fc", "out", "head")}),
     ],
-    ids=["adamw", "clipped sgd", "tied, last", "dry run", "frozen, last", "tied, node", "tied, other modes", "sliced"],
+    ids=[
+        "adamw",
+        "clipped sgd",
+        "tied, last",
+        "dry run",
+        "frozen, last",
+        "tied, node",
+        "hsdp",
+        "tied, other modes",
+        "sliced",
+    ],
 )
 def test_steps_equal_ddp_and_one_process(ranks, options):
     found = ranks(4).run(equivalence, **options)[0]
@@ -406,7 +417,7 @@ def test_nodes_begin_with_the_same_values_though_ranks_have_made_others(ranks, i
 @pytest.mark.parametrize(
     ("model", "modes", "name", "after"),
     [
-        ("noisy", "hsdp", "tokens.weight", 1),
+        slow("noisy", "hsdp", "tokens.weight", 1),
         ("noisy later", "hsdp", "tokens.weight", 3),
         slow("noisy", "all", "positions", 1),
     ],
@@ -421,17 +432,18 @@ def test_nodes_that_drift_apart_are_told_which_weights_do(ranks, model, modes, n
         assert num_steps == after
 
 
-@pytest.mark.parametrize(("modes", "is_alike"), [("hdp", True), ("hpz", False)])
+@pytest.mark.parametrize(("modes", "is_alike"), [slow("hdp", True), slow("hpz", False)])
 def test_ranks_may_draw_numbers_that_are_alike_and_any_where_no_node_has_all_of_a_unit(ranks, modes, is_alike):
     assert ranks(4).run(draws, name="noisy", modes=modes, is_alike=is_alike) == [(None, 5, 0.0)] * 4
 
 
-@pytest.mark.parametrize("modes", ["hdp", slow("all")])
+@pytest.mark.slow
+@pytest.mark.parametrize("modes", ["hdp", "all"])
 def test_nodes_begin_to_train_alike_though_ranks_have_drawn_other_weights(ranks, modes):
     assert ranks(4).run(draws, name="reinitialized", modes=modes, is_alike=False) == [(None, 5, 0.0)] * 4
 
 
-@pytest.mark.parametrize(("modes", "num_fits"), [("hpz", 1), slow("all", 2)])
+@pytest.mark.parametrize(("modes", "num_fits"), [slow("hpz", 1), slow("all", 2)])
 def test_evaluation_in_inference_mode_is_evaluation(ranks, modes, num_fits):
     for found, expected in ranks(4).run(evaluates_in_inference_mode, modes=modes, num_fits=num_fits):
         assert found == pytest.approx(expected, abs=1e-6)
@@ -452,7 +464,7 @@ def test_what_is_written_to_whole_parameters_stays_in_each_node(ranks, modes):
     [slow(1, "pre", "every"), slow(2, "none", "every"), (2, "pre", "node")],
 )
 @pytest.mark.parametrize("asynchronous", [True, slow(False)])
-@pytest.mark.parametrize("modes", but_slow(MODES_OF_NODES, slow={"mixed", "hdp"}))
+@pytest.mark.parametrize("modes", but_slow(MODES_OF_NODES, slow=MODES_OF_NODES.keys() - {"all"}))
 def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, prefetch, sync, asynchronous):
     predicted, counted = ranks(4).run(
         peaks,

@@ -27,7 +27,7 @@ from tests.tiers import slow
 pytestmark = pytest.mark.distributed
 
 
-EPOCHS = {"max_steps": -1, "limit_train_batches": 3, "limit_val_batches": 2, "num_sanity_val_steps": 1}
+EPOCHS = {"max_steps": -1, "limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1}
 
 
 class Model(GPT):
@@ -157,11 +157,11 @@ def saved_by_users():
     shadows, refused = [], []
     plan = plan_for(Model(), "mixed", world_size=dist.get_world_size())
     for make in (ddp, lambda: OSDPStrategy(plan=plan)):
-        fit, folder = fitted(make(), Model(), callbacks=[OwnAverage(whole)]), shared_folder()
+        fit, folder = fitted(make(), Model(), callbacks=[OwnAverage(whole)], max_steps=2), shared_folder()
         fit.save_checkpoint(folder / "one.ckpt")
         shadows.append(torch.load(folder / "one.ckpt", weights_only=True)["callbacks"]["OwnAverage"]["shadow"])
     for callback, kind in ((OwnAverage(lambda value: value), "full"), (Noting(), "sharded")):
-        fit = fitted(OSDPStrategy(plan=plan, state_dict_type=kind), Model(), callbacks=[callback])
+        fit = fitted(OSDPStrategy(plan=plan, state_dict_type=kind), Model(), callbacks=[callback], max_steps=1)
         refused.append(failure(lambda fit=fit: fit.save_checkpoint(folder / "two.ckpt")))
     return largest_difference(*shadows), refused
 

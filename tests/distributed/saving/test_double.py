@@ -1,5 +1,7 @@
 """Numbers of float64, which nothing rounds on the way: through checkpoints, hooks that rename them, and steps."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from lightning_osdp import OSDPPrecision, OSDPStrategy
 from tests.distributed.support.fits import largest_difference, plan_for, shared_folder, trainer, without_measuring
 from tests.distributed.support.models import Base, OddMLP
 from tests.distributed.support.user_runs import TOLERANCE, WIDTH, Chain, ddp, planned
-from tests.tiers import in_turn, slow
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -109,7 +111,7 @@ def resumed(in_double, kinds, as_tensor):
 @pytest.mark.parametrize("as_tensor", [False, slow(True)])
 @pytest.mark.parametrize(
     ("in_double", "world_size"),
-    [*in_turn(["flag", "by hand", "both"], [2, 1]), *(slow(each, 4) for each in ("flag", "by hand", "both"))],
+    [("both", 2), *(slow(*case) for case in itertools.product(("flag", "by hand", "both"), (1, 2, 4)))],
 )
 def test_a_run_that_is_resumed_under_renamed_keys_is_that_of_ddp_to_the_bit(ranks, world_size, in_double, as_tensor):
     for found in ranks(world_size).run(resumed, in_double=in_double, kinds=("full", "sharded"), as_tensor=as_tensor):
@@ -156,7 +158,7 @@ def timed(default):
     return found
 
 
-@pytest.mark.parametrize(("default", "tolerance"), [("float32", 1e-6), ("float64", 1e-14)])
+@pytest.mark.parametrize(("default", "tolerance"), [slow("float32", 1e-6), ("float64", 1e-14)])
 def test_what_is_in_float64_stays_there_as_under_ddp(ranks, default, tolerance):
     found = ranks(2).run(timed, default=default)
     for (losses, _, dtype), (own_losses, _, own_dtype) in found:

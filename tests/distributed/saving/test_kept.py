@@ -137,7 +137,7 @@ def weights_alone(kind):
     ],
     ids=["none", "best", "two", "all"],
 )
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", [slow("full"), "sharded"])
 def test_the_best_and_the_last_are_kept_whole(ranks, kind, options, kept, removed, last):
     found = ranks(2).run(keeps, kind=kind, **options)
     assert found[0].pop("removed") == removed

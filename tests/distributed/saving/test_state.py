@@ -526,7 +526,7 @@ def taken(num_slices):
         slow(4, "float32", "nodes", (1, 2)),
         slow(2, "float32", 3, (4, "nodes")),
         slow(1, "float32", 0, (4, "nodes")),
-        (4, "bfloat16", 2, (4, "nodes")),
+        slow(4, "bfloat16", 2, (4, "nodes")),
     ],
 )
 def test_state_goes_into_shards_and_out_again(ranks, tmp_path, world_size, dtype, slices, then):
@@ -610,7 +610,7 @@ def test_names_that_an_optimizer_holds_are_those_of_whole_operators(ranks):
     assert ranks(2).run(names_in_groups) == [([names, names], True)] * 2
 
 
-@pytest.mark.parametrize(("world_size", "num_slices"), [(2, 1), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("world_size", "num_slices"), [slow(2, 1), (2, 3), slow(4, 1)])
 def test_no_rank_holds_more_than_it_keeps_and_two_parameters(ranks, world_size, num_slices):
     for rank, (found, sizes) in enumerate(ranks(world_size).run(taken, num_slices=num_slices)):
         few = 2.1  # what is gathered, with padding; a thread of gloo may still hold the one before

@@ -77,7 +77,7 @@ def difference(found, expected):
 
 
 def equals_ddp(cases, *, num_micro_batches, **options):
-    """Differences from DDP after five steps, one for each list of kinds."""
+    """Differences from DDP after training, one for each list of kinds."""
     if num_micro_batches is not None:
         options["accumulate_grad_batches"] = num_micro_batches
     expected, _ = by_ddp(**options)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.distributed.support.ranks import RankPool
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def dies(*, with_signal, once=None):

@@ -83,10 +83,8 @@ GPT = {f"model.blocks.{i}": mode for i, mode in enumerate(("DP", "ZDP", "DP"))}
     "case",
     [
         slow({"name": "odd_mlp", "optimizer": "adamw", "precision": "32-true", "modes": MLP, "world_size": 3}),
-        slow(
-            {"name": "odd_mlp", "optimizer": "sgd_momentum", "modes": MLP, "prefetch": "none", "num_micro_batches": 3}
-        ),
-        {"name": "tied", "optimizer": "adamw_foreach", "precision": "bf16-mixed", "modes": GPT},
+        {"name": "odd_mlp", "optimizer": "sgd_momentum", "modes": MLP, "prefetch": "none", "num_micro_batches": 3},
+        slow({"name": "tied", "optimizer": "adamw_foreach", "precision": "bf16-mixed", "modes": GPT}),
     ],
 )
 def test_rank_0_of_n_alone_counts_what_real_ranks_count(ranks, case):
@@ -105,7 +103,7 @@ def test_rank_0_of_n_alone_counts_what_real_ranks_count(ranks, case):
 
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
 @pytest.mark.parametrize(
-    ("world_size", "group"), [slow(2, None), slow(3, None), (3, [2, 1]), slow(3, [0, 2]), slow(3, [1])]
+    ("world_size", "group"), [(2, None), slow(3, None), slow(3, [2, 1]), slow(3, [0, 2]), slow(3, [1])]
 )
 def test_a_reduce_scatter_gives_what_gloos_does(ranks, world_size, group, op):
     found = ranks(world_size).run(reduced, num_elements=5, op=op, ranks_of_group=group)
@@ -120,6 +118,6 @@ def test_a_reduce_scatter_gives_what_gloos_does(ranks, world_size, group, op):
 
 @pytest.mark.parametrize("how", ["by a plan", "by hand"])
 def test_units_reduce_while_backward_computes(ranks, how):
-    for by_torch, ours, num_begun in ranks(3).run(reduced_in_flight, how=how):
+    for by_torch, ours, num_begun in ranks(2).run(reduced_in_flight, how=how):
         assert num_begun == 12  # three blocks and the root, in three steps
         assert ours == pytest.approx(by_torch, rel=1e-5)

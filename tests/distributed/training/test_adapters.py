@@ -203,7 +203,7 @@ def trains(num_micro_batches, share):
     }
 
 
-@pytest.mark.parametrize(("number", "num_micro_batches", "share"), [(2, 1, None), slow(2, 3, None), (2, 2, 0.5)])
+@pytest.mark.parametrize(("number", "num_micro_batches", "share"), [slow(2, 1, None), slow(2, 3, None), (2, 2, 0.5)])
 def test_frozen_bytes_are_gathered_once_and_all_others_as_a_closed_form_has_them(
     ranks, number, num_micro_batches, share
 ):
@@ -250,7 +250,8 @@ def sent_by_treatment(num_micro_batches):
     return found
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, slow(4)])
+@pytest.mark.slow  # the test above has those of the planner's own plan
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
 def test_bytes_on_the_wire_are_those_that_are_counted_in_any_treatment(ranks, num_micro_batches):
     for found in ranks(2).run(sent_by_treatment, num_micro_batches=num_micro_batches):
         for treatment, (predicted, counted) in found.items():

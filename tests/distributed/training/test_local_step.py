@@ -278,12 +278,13 @@ ROUNDING = 1e-6
 @pytest.mark.parametrize(
     ("world_size", "names", "in_nodes", "is_all"),
     [
-        (2, tuple(CLASSES), False, False),
+        (2, ("SGD", "Adam", "AdamW", "NAdam", "Adagrad", "RMSprop"), False, False),
+        slow(2, tuple(CLASSES), False, False),
         slow(2, tuple(CLASSES), False, True),
         slow(4, ("SGD", "AdamW", "NAdam"), True, True),
         slow(4, tuple(CLASSES), False, True),
     ],
-    ids=["two", "two, all", "nodes", "four"],
+    ids=["two, some", "two", "two, all", "nodes", "four"],
 )
 def test_steps_on_rows_equal_those_on_dtensors(ranks, world_size, names, in_nodes, is_all):
     for found in ranks(world_size).run(equals_dtensors, names=names, in_nodes=in_nodes, is_all=is_all):

@@ -30,7 +30,9 @@ pytestmark = pytest.mark.distributed
 WIDTH, HEADS, SAMPLES = 32, 2, 2
 FIRST = 2
 """Length of the batches that are planned for."""
-SPACE = SearchSpace(min_unit_bytes=1024, sync=("every",))
+EVERYTHING = SearchSpace(min_unit_bytes=1024, sync=("every",))
+SPACE = dataclasses.replace(EVERYTHING, activations=("keep", "recompute"), slices=(1,))
+"""Plans among which those for longer batches are: levels and slices are searched for seconds, and are in none."""
 
 
 class Block(nn.Module):
@@ -55,9 +57,9 @@ class Block(nn.Module):
 class Reader(Base):
     """Blocks on sequences, whose lengths are those of the batch."""
 
-    def __init__(self):
+    def __init__(self, num_blocks=6):
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(6)])
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
 
     def loss(self, batch):
         x = batch.to(self.blocks[0].out.weight.dtype)
@@ -123,10 +125,10 @@ def weights_of(fit):
 
 
 @functools.cache
-def usual_bytes(space=SPACE, accumulates=1):
+def usual_bytes(space=SPACE, accumulates=1, **model):
     """Peak of the plan for the first batches where memory does not matter: nothing is freed, and nothing recomputes."""
     strategy = OSDPStrategy(batch_size="keep", search_space=space)
-    fit, *_ = fitted(strategy, [FIRST] * accumulates, accumulates=accumulates)
+    fit, *_ = fitted(strategy, [FIRST] * accumulates, module=Reader(**model).double(), accumulates=accumulates)
     return fit.strategy.plan.peak_bytes
 
 
@@ -161,7 +163,7 @@ GROWING = [FIRST] * 4 + [2 * FIRST] * 3 + [4 * FIRST] * 3 + [8 * FIRST] * 3
 
 def grows():
     """Lengths that double up to eightfold, on all ranks, and short ones again."""
-    return compared(GROWING + [FIRST] * 5)
+    return compared(GROWING + [FIRST] * 5, space=EVERYTHING)
 
 
 def on_one_rank():
@@ -171,9 +173,9 @@ def on_one_rank():
 
 
 def in_windows(sync):
-    """Long batches that come second in an optimizer step, whose first one has left gradients."""
-    lengths = [FIRST] * 6 + [FIRST, 8 * FIRST] * 2 + [4 * FIRST, FIRST, FIRST, FIRST] + [FIRST] * 6
-    space = SearchSpace(min_unit_bytes=1024, sync=(sync,))
+    """Long batches of one rank alone, second in an optimizer step, whose first one has left gradients."""
+    lengths = [FIRST] * 6 + [FIRST, (FIRST, 8 * FIRST)] * 2 + [(4 * FIRST, FIRST), FIRST, FIRST, FIRST] + [FIRST] * 6
+    space = dataclasses.replace(SPACE, sync=(sync,))
     return compared(lengths, space=space, accumulates=2)
 
 
@@ -186,10 +188,10 @@ def stays_long():
 
 def too_long():
     """The errors of a fit with a batch, of one rank, that no plan has room for, and what was saved by then."""
-    folder, limit_bytes = shared_folder(), round(1.02 * usual_bytes())
+    folder, limit_bytes = shared_folder(), round(1.02 * usual_bytes(num_blocks=2))
     saved = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2)
     lengths = [FIRST] * 4 + [(FIRST, 100 * FIRST)] + [FIRST] * 3
-    module = Reader().double()
+    module = Reader(num_blocks=2).double()
     options = {"module": module, "callbacks": [saved], "enable_checkpointing": True}
     with pytest.raises(InfeasibleError) as raised:
         fitted(limited(limit_bytes), lengths, **options)
@@ -317,7 +319,8 @@ def check(found, *, sizes):
     return found[0]["numbers"]
 
 
-@pytest.mark.parametrize("world_size", [2, slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_lengths_that_double_pass_no_limit_and_train_as_under_ddp(ranks, world_size):
     numbers = check(ranks(world_size).run(grows), sizes=4)
     assert numbers[:4] == [0] * 4
@@ -327,6 +330,7 @@ def test_lengths_that_double_pass_no_limit_and_train_as_under_ddp(ranks, world_s
     assert numbers[-1] == 0  # the second short step is the first that a plan has lost time before
 
 
+@pytest.mark.slow  # the next test has such batches, too
 def test_all_ranks_change_where_one_has_a_long_batch(ranks):
     numbers = check(ranks(2).run(on_one_rank), sizes=1)
     assert numbers[:4] == [0] * 4
@@ -375,6 +379,7 @@ def test_checkpoints_have_the_usual_plan(ranks):
         assert share <= 1
 
 
+@pytest.mark.slow  # test_checkpoints_have_the_usual_plan validates, too
 def test_validation_batches_that_are_longer_have_a_plan_of_their_own(ranks):
     for rank, (numbers, validated, share, lasting, told) in enumerate(ranks(2).run(validates)):
         assert numbers == [0] * 6
@@ -384,7 +389,8 @@ def test_validation_batches_that_are_longer_have_a_plan_of_their_own(ranks):
         assert told == []
 
 
-@pytest.mark.parametrize("num_left", [2, slow(0)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_left", [2, 0])
 def test_a_plan_that_a_user_changes_to_meanwhile_stays(ranks, num_left):
     for number, lasting, notes in ranks(2).run(is_changed_by_hand, num_left=num_left):
         assert number > 0

@@ -90,7 +90,7 @@ NUM_ELEMENTS = sum(p.numel() for p in WideMLP().parameters())
     [
         slow("32-true", 4, "float32"),
         ("bf16-mixed", 2, "float32"),
-        ("bf16-true", 2, "bfloat16"),
+        slow("bf16-true", 2, "bfloat16"),
         slow("16-mixed", 2, "float32"),
     ],
 )

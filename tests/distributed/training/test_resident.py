@@ -205,7 +205,7 @@ def trains_like_ddp(kind, modes, reduce, num_micro_batches, joined=(), recompute
     ("number", "kind", "modes", "reduce", "num_micro_batches", "joined", "recomputed"),
     [
         slow(2, Adapters, "mixed", "every", 1, (), ()),
-        (2, AllGiven, "zdp", "every", 3, (), ()),
+        slow(2, AllGiven, "zdp", "every", 3, (), ()),
         (2, Adapters, "dp", "last", 3, JOINED, ()),
         (2, Adapters, "mixed", "every", 2, JOINED[:1], ("layers.0", "layers.1")),
         (2, Penalised, "mixed", "every", 1, JOINED, ()),
@@ -418,6 +418,7 @@ def writes_like_ddp(cases):
     told = {}
     for name, hook in cases:
         options = {"limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
+        options = options if hook == "on_validation_start" else {}
         module = made()
         with Gathers() as gathers:
             _, found = ran(module, plan, callbacks=[Writing(WRITES[name], hook)], **options)
@@ -432,7 +433,8 @@ HOOKS = ["on_train_batch_start", "on_before_optimizer_step", "on_validation_star
 @pytest.mark.parametrize(
     "cases",
     [
-        [*zip(WRITES, itertools.cycle(HOOKS), strict=False), ("data", "on_before_backward")],
+        [*zip([name for name in WRITES if name != "read"], itertools.cycle(HOOKS), strict=False)],
+        slow([("read", HOOKS[0]), ("data", "on_before_backward")]),
         slow([*itertools.product(WRITES, HOOKS)]),
     ],
 )
@@ -461,7 +463,7 @@ def saves_and_resumes(state_dict_type):
     return [differs(each, expected) for each in found]
 
 
-@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+@pytest.mark.parametrize("state_dict_type", [slow("full"), "sharded"])
 def test_checkpoints_of_resident_units_go_on_under_any_plan(ranks, state_dict_type):
     for apart in ranks(2).run(saves_and_resumes, state_dict_type=state_dict_type):
         assert max(apart) < 1e-12
@@ -478,6 +480,7 @@ def averages_like_ddp():
     return differs(found, expected), gathers.of(module, frozen)
 
 
+@pytest.mark.slow
 def test_averages_of_weights_are_those_of_ddp(ranks):
     for apart, gathered in ranks(2).run(averages_like_ddp):
         assert (apart < 1e-12, set(gathered)) == (True, {1})
@@ -546,6 +549,7 @@ def in_low_precision():
     return module.losses == other.losses, differs(found, expected), gathers.of(module, frozen), dtypes
 
 
+@pytest.mark.slow
 def test_low_precision_is_bit_equal_to_gathering_anew(ranks):
     for is_same, apart, gathered, dtypes in ranks(2).run(in_low_precision):
         assert (is_same, apart, set(gathered), dtypes) == (True, 0.0, {1}, {torch.float32})

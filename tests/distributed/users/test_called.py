@@ -116,10 +116,10 @@ class Copying(Chain):
 def loads_and_copies():
     """Differences from DDP."""
     return {
-        "loads": differences(Loading),
-        "loads a layer": differences(lambda: Loading(layer="second")),
-        "copies": differences(Copying, ("mixed", "dp")),
-        "copies a layer": differences(lambda: Copying(layer="first")),
+        "loads": differences(Loading, max_steps=3),
+        "loads a layer": differences(lambda: Loading(layer="second"), max_steps=3),
+        "copies": differences(Copying, ("mixed", "dp"), max_steps=3),
+        "copies a layer": differences(lambda: Copying(layer="first"), max_steps=3),
     }
 
 

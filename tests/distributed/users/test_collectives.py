@@ -116,7 +116,7 @@ def trained(name):
     return {name: compared(KINDS[name], strategies, max_steps=3, limit_val_batches=1, val_check_interval=3)}
 
 
-@pytest.mark.parametrize("name", but_slow(KINDS, slow={"gathered", "detached"}))
+@pytest.mark.parametrize("name", but_slow(KINDS, slow={"gathered", "detached", "told", "synchronised", "reduced"}))
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_collectives_in_a_step_are_those_under_ddp(ranks, name, world_size):
     check(ranks(world_size).run(trained, name=name)[0])

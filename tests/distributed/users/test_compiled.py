@@ -81,13 +81,15 @@ AROUND = ("blocks.0", "blocks.1", "last")
 """Units whose hooks are outside of what is compiled."""
 
 
-def given_plans(how, backend):
-    """Differences from DDP under plans whose units are around compiled blocks, and inside them."""
-    torch._dynamo.reset()
-    options = {"how": how, "backend": backend}
-    found = {"inside": differences(partial(Compiled, **options), ("mixed",), max_steps=7)}
-    torch._dynamo.reset()
-    return found | {"around": differences(partial(Compiled, units=AROUND, **options), ("zdp",), max_steps=7)}
+def given_plans(how, backend, places):
+    """Differences from DDP under plans whose units are inside of compiled blocks, or around them."""
+    options, found = {"how": how, "backend": backend}, {}
+    plans = {"inside": ({}, ("mixed",)), "around": ({"units": AROUND}, ("zdp",))}
+    for place in places:
+        torch._dynamo.reset()
+        more, kinds = plans[place]
+        found[place] = differences(partial(Compiled, **options, **more), kinds, max_steps=7)
+    return found
 
 
 def around(backend):
@@ -102,9 +104,9 @@ def planned(how, **options):
     """Difference from DDP under a plan that is made, names of its units, and what it says."""
     torch._dynamo.reset()
     make = partial(Compiled, how=how, backend="eager", **options)
-    own = fitted(OSDPStrategy(search_space=EVERYTHING), make())
+    own = fitted(OSDPStrategy(search_space=EVERYTHING), make(), max_steps=3)
     plan = own[2].strategy.plan
-    return difference(own, fitted(ddp(), make())), [unit.name for unit in plan.units], plan.notes
+    return difference(own, fitted(ddp(), make(), max_steps=3)), [unit.name for unit in plan.units], plan.notes
 
 
 def refused():
@@ -142,7 +144,7 @@ def by_lightning(backend):
         options = {"plugins": [OSDPPrecision("64-true")]} if is_ours else {"precision": "64-true"}
         module = Compiled(how="not").double()
         loader = module.loader(dist.get_rank(), dist.get_world_size())
-        fit = trainer(strategy, **options)
+        fit = trainer(strategy, max_steps=3, **options)
         fit.fit(torch.compile(module, backend=backend), loader)
         weights = fit.strategy.lightning_module_state_dict()
         return {name: weights[name].detach().clone() for name in sorted(weights)}, module.losses, fit
@@ -151,17 +153,25 @@ def by_lightning(backend):
     return difference(own, by_ddp), own[2].strategy.plan.notes
 
 
+PLACES = ["inside", "around"]
+
+
 @pytest.mark.parametrize(
-    ("how", "backend"), [slow("first", "aot_eager"), slow("first in place", "eager"), ("all in place", "eager")]
+    ("how", "backend", "places"),
+    [
+        slow("first", "aot_eager", PLACES),
+        slow("first in place", "eager", PLACES),
+        slow("all in place", "eager", PLACES),
+    ],
 )
-def test_compiled_modules_train_under_plans(ranks, how, backend):
-    check(ranks(2).run(given_plans, how=how, backend=backend)[0])
+def test_compiled_modules_train_under_plans(ranks, how, backend, places):
+    check(ranks(2).run(given_plans, how=how, backend=backend, places=places)[0])
 
 
 @pytest.mark.parametrize(
     "backend",
     [
-        "eager",
+        slow("eager"),
         pytest.param(
             "inductor",
             marks=[
@@ -175,6 +185,7 @@ def test_blocks_that_are_compiled_whole_are_units(ranks, backend):
     check(ranks(2).run(around, backend=backend)[0])
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_of_compiled_blocks_and_says_how_they_were_timed(ranks):
     apart, units, notes = ranks(2).run(planned, how="both")[0]
     assert apart < TOLERANCE
@@ -202,7 +213,8 @@ def test_checkpoints_of_compiled_models_are_those_of_ddp(ranks):
     assert max(ranks(2).run(resumed)[0]) < TOLERANCE
 
 
-def test_a_compiled_lightning_module_trains(ranks):
-    apart, (note,) = ranks(2).run(by_lightning, backend="aot_eager")[0]
+@pytest.mark.parametrize("backend", ["eager", slow("aot_eager")])
+def test_a_compiled_lightning_module_trains(ranks, backend):
+    apart, (note,) = ranks(2).run(by_lightning, backend=backend)[0]
     assert apart < TOLERANCE
     assert note.startswith("the whole model: profiled as eager code")

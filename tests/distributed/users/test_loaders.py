@@ -204,7 +204,7 @@ def check(found, *, planned):
 
 @pytest.mark.parametrize(
     "kind",
-    ["uneven", "generator", *(slow(each) for each in ("seeded", "positional", "list", "spent", "batch_sampler"))],
+    ["uneven", *(slow(each) for each in ("generator", "seeded", "positional", "list", "spent", "batch_sampler"))],
 )
 def test_loaders_asked_of_the_module_are_left_as_they_are(ranks, kind):
     found = ranks(2).run(equals_ddp, kind=kind)
@@ -248,7 +248,7 @@ def test_loaders_given_to_fit_are_as_profiling_found_them(ranks, kind, asked, wo
 @pytest.mark.parametrize(
     ("world_size", "kind", "reason"),
     [
-        (2, "uneven", "there are 2 with different batch sizes, 4, 5"),
+        slow(2, "uneven", "there are 2 with different batch sizes, 4, 5"),
         (2, "generator", "list_iterator is not a torch DataLoader"),
         slow(4, "uneven", "there are 2 with different batch sizes, 4, 5"),
     ],

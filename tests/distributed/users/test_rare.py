@@ -11,6 +11,7 @@ from lightning_osdp import OSDPStrategy
 from tests.distributed.support.fits import EVERYTHING
 from tests.distributed.support.models import BATCH_SIZE
 from tests.distributed.support.user_runs import WIDTH, Chain, check, compared, fitted, plan_with, refusal
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -97,12 +98,13 @@ class Empty(Chain):
 KINDS = {"row": Row, "packed": Packed, "jagged": Jagged, "listed": Listed}
 
 
-def trained():
-    """Differences from DDP, under a plan given and under one of the strategy's own."""
+def trained(is_given):
+    """Differences from DDP under a plan of the strategy's own, and under one that ``is_given``."""
     found = {}
     for name, kind in KINDS.items():
         own = OSDPStrategy(search_space=EVERYTHING)
-        strategies = {"given": OSDPStrategy(plan=plan_with(kind, "mixed")), "planned": own}
+        strategies = {"given": OSDPStrategy(plan=plan_with(kind, "mixed"))} if is_given else {}
+        strategies["planned"] = own
         found[name] = compared(kind, strategies, max_steps=3)
         assert own.plan.micro_batch_size == BATCH_SIZE
     return found
@@ -121,7 +123,8 @@ def test_parameters_without_elements_are_refused(ranks):
         assert "Leave it out, make it a buffer, or freeze it" in told
 
 
-def test_rows_and_batches_that_are_no_tensors_equal_ddp(ranks):
-    found = ranks(2).run(trained)[0]
+@pytest.mark.parametrize("is_given", [False, slow(True)])
+def test_rows_and_batches_that_are_no_tensors_equal_ddp(ranks, is_given):
+    found = ranks(2).run(trained, is_given=is_given)[0]
     assert list(found) == list(KINDS)
     check(found)

@@ -120,6 +120,7 @@ def test_experts_that_only_some_ranks_call_are_an_error():
         pool.close()
 
 
+@pytest.mark.slow
 def test_two_forwards_and_a_loss_over_pairs_equal_ddp(ranks):
     for off, *batch in ranks(2).run(contrastive):
         assert off < 1e-10

@@ -288,25 +288,27 @@ class Moving(Taught):
 
 
 @without_measuring
-def moved_in_steps():
+def moved_in_steps(kinds, ways):
     """Differences from DDP of models whose step writes to weights, planned and under plans; what is refused.
 
-    All ways write the same numbers, so that DDP trains in one of them.
+    All ways write the same numbers, so that DDP trains in one of them. ``kinds`` has the kinds of given plans, by way;
+    plans are made for modules that write in these ``ways``.
     """
     in_place, windows = partial(Moving, "in place"), {"accumulate_grad_batches": 2, "max_steps": 4}
-    in_windows, at_once = fitted(ddp(), in_place(), **windows), fitted(ddp(), in_place())
+    in_windows, at_once = fitted(ddp(), in_place(), **windows), fitted(ddp(), in_place(), max_steps=3)
     found = {"windows": {"moved": moved(in_windows[0], in_place)}, "units": {"moved": moved(at_once[0], in_place)}}
-    for way in WRITES:
+    for way in ways:
         strategy = OSDPStrategy(search_space=EVERYTHING, batch_size="keep")
         found["windows"][f"planned, {way}"] = difference(fitted(strategy, Moving(way), **windows), in_windows)
-        for kind in ("zdp", "dp"):
-            own = fitted(OSDPStrategy(plan=plan_with(in_place, kind)), Moving(way))
+    for way in WRITES:
+        for kind in kinds[way]:
+            own = fitted(OSDPStrategy(plan=plan_with(in_place, kind)), Moving(way), max_steps=3)
             found["units"][kind, way] = difference(own, at_once)
     plan = plan_with(in_place, "dp", num_micro_batches=2, sync="last")
     found["windows"]["kept"] = difference(fitted(OSDPStrategy(plan=plan), in_place(), **windows), in_windows)
     low = {"dtype": "float32", "precision": "bf16-mixed"}
     refused = [
-        refusal(lambda way=way: fitted(OSDPStrategy(search_space=EVERYTHING), Moving(way), **low)) for way in WRITES
+        refusal(lambda way=way: fitted(OSDPStrategy(search_space=EVERYTHING), Moving(way), **low)) for way in ways
     ]
     return found, refused
 
@@ -431,9 +433,18 @@ def test_mean_teachers_shapes_and_attributes_of_parameters(ranks, world_size):
     check(ranks(world_size).run(looks_and_averages)[0])
 
 
-def test_weights_that_a_step_writes_to_are_those_that_train(ranks):
-    for found, refused in ranks(2).run(moved_in_steps):
+@pytest.mark.parametrize(
+    ("kinds", "ways"),
+    [
+        ({"in place": ["zdp"], "by data": ["dp"], "as data": ["zdp"]}, ["by data"]),
+        slow({way: ["zdp", "dp"] for way in WRITES}, [*WRITES]),
+    ],
+    ids=["few", "all"],
+)
+def test_weights_that_a_step_writes_to_are_those_that_train(ranks, kinds, ways):
+    for found, refused in ranks(2).run(moved_in_steps, kinds=kinds, ways=ways):
         check(found)
+        assert len(refused) == len(ways)
         for told in refused:
             assert told.startswith("ConfigurationError: Expected a step to leave parameters as they are that"), told
             assert "Change weights in a hook, such as on_train_batch_start or on_train_batch_end" in told

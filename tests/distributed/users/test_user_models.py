@@ -1,6 +1,7 @@
 """Models that do in their forward what people do: as under DDP, or an error."""
 
 import dataclasses
+import itertools
 import time
 from functools import partial
 
@@ -387,26 +388,27 @@ def modelled(names=tuple(MODELS), kinds=("mixed", "zdp", "dp")):
     return {name: differences(MODELS[name], kinds, **options, **(static if "reent" in name else {})) for name in names}
 
 
-def partly_used(kinds=("mixed",)):
+WINDOWS = {"accumulate_grad_batches": 2, "plan_options": {"num_micro_batches": 2}, "sync": "last"}
+
+
+def partly_used(cases):
     """Differences from DDP of parameters that some ranks use, or all in some steps, with and without accumulation."""
     options = {"max_steps": 6, "ddp_options": UNUSED}
-    found = {name: differences(make, kinds, **options) for name, make in PARTLY_USED.items()}
-    for name, make in PARTLY_USED.items():
-        windows = {"accumulate_grad_batches": 2, "plan_options": {"num_micro_batches": 2}, "sync": "last"}
-        found[f"{name}, in windows"] = differences(make, kinds, **options, **windows)
-    return found
+    return {
+        (name, in_windows): differences(PARTLY_USED[name], **options, **(WINDOWS if in_windows else {}))
+        for name, in_windows in cases
+    }
 
 
-def with_gradients_inside(kinds):
-    """Differences from DDP of models that ask for gradients within their step."""
-    windows = {"accumulate_grad_batches": 2, "plan_options": {"num_micro_batches": 2}, "sync": "last"}
+def with_gradients_inside(kinds, names, in_windows):
+    """Differences from DDP of models that ask for gradients within their step, and of these in windows."""
     validated = {"limit_val_batches": 1, "val_check_interval": 2, "inference_mode": False}
     options = {name: {"max_steps": 4} for name in GRADIENTS}
     options["FGSM"] |= validated
     options["penalty alone"]["ddp_options"] = UNUSED
-    found = {name: differences(make, kinds, **options[name]) for name, make in GRADIENTS.items()}
-    for name in ("FGSM", "penalty"):
-        found[f"{name}, in windows"] = differences(GRADIENTS[name], ("mixed",), **options[name], **windows)
+    found = {name: differences(GRADIENTS[name], kinds, **options[name]) for name in names}
+    for name in in_windows:
+        found[f"{name}, in windows"] = differences(GRADIENTS[name], ("mixed",), **options[name], **WINDOWS)
     return found
 
 
@@ -687,14 +689,28 @@ def test_models_equal_ddp_on_four_ranks(ranks):
     check(ranks(4).run(modelled, names=["LoRA", "siamese", "in place"], kinds=["mixed"])[0])
 
 
-@pytest.mark.parametrize("world_size", [2, slow(4)])
-def test_parameters_that_some_ranks_use_equal_ddp(ranks, world_size):
-    check(ranks(world_size).run(partly_used)[0])
+USED = [*itertools.product(PARTLY_USED, (False, True))]
 
 
-@pytest.mark.parametrize(("world_size", "kinds"), [(2, ["mixed"]), slow(2, ["zdp", "dp"]), slow(4, ["node", "nodes"])])
-def test_gradients_that_are_asked_for_in_a_step_equal_ddp(ranks, world_size, kinds):
-    check(ranks(world_size).run(with_gradients_inside, kinds=kinds)[0])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [(2, [("by rank", False), ("by step and rank", True), ("LayerDrop", True)]), slow(2, USED), slow(4, USED)],
+)
+def test_parameters_that_some_ranks_use_equal_ddp(ranks, world_size, cases):
+    check(ranks(world_size).run(partly_used, cases=cases)[0])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kinds", "names", "in_windows"),
+    [
+        (2, ["mixed"], ["FGSM", "penalty alone", "Hessian", "forces"], ["penalty"]),
+        slow(2, ["mixed"], ["penalty"], ["FGSM"]),
+        *(slow(*case, [*GRADIENTS], ["FGSM", "penalty"]) for case in ((2, ["zdp", "dp"]), (4, ["node", "nodes"]))),
+    ],
+)
+def test_gradients_that_are_asked_for_in_a_step_equal_ddp(ranks, world_size, kinds, names, in_windows):
+    given = {"kinds": kinds, "names": names, "in_windows": in_windows}
+    check(ranks(world_size).run(with_gradients_inside, **given)[0])
 
 
 @pytest.mark.slow
@@ -722,9 +738,9 @@ def test_frozen_parameters_are_not_reduced(ranks, world_size):
         assert found == expected > 0
 
 
-@pytest.mark.parametrize("world_size", [2, slow(4)])
-def test_units_that_only_some_ranks_call_are_an_error_on_all_ranks(world_size):
-    for name, kind in APART:
+@pytest.mark.parametrize(("world_size", "cases"), [(2, APART[:1]), slow(2, APART[1:]), slow(4, APART)])
+def test_units_that_only_some_ranks_call_are_an_error_on_all_ranks(world_size, cases):
+    for name, kind in cases:
         pool = RankPool(world_size)  # its own pool: collectives that found no partner are left
         try:
             for told, duration_s, num_steps in pool.run(apart, name=name, kind=kind):

@@ -154,7 +154,7 @@ def refused():
     return [*found, refusal(lambda: planned(partial(Embedded, torch.optim.SparseAdam)))]
 
 
-@pytest.mark.parametrize(("world_size", "kinds"), [(2, ["mixed"]), slow(4, ["nodes", "zdp"])])
+@pytest.mark.parametrize(("world_size", "kinds"), [slow(2, ["mixed"]), slow(4, ["nodes", "zdp"])])
 def test_all_kinds_of_parameters_and_derivatives_equal_ddp(ranks, world_size, kinds):
     check(ranks(world_size).run(of_all_kinds, kinds=kinds)[0])
 

@@ -443,6 +443,7 @@ def test_hooks_of_gradients_see_what_they_see_under_ddp(ranks):
     assert refused.startswith("ConfigurationError: Expected no register_post_accumulate_grad_hook")
 
 
+@pytest.mark.slow
 def test_gradients_that_a_hook_assigns_are_those_that_train(ranks):
     check(ranks(2).run(assigned)[0])
 
@@ -469,6 +470,7 @@ def test_backbones_are_unfrozen_and_resumed(ranks):
         assert len(sizes[0]) == 2
 
 
+@pytest.mark.slow
 def test_backbones_are_unfrozen_in_low_precision(ranks):
     for losses in ranks(2).run(unfrozen_in_low_precision):
         assert len(losses["ddp"]) == 9

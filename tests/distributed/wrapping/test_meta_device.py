@@ -326,7 +326,14 @@ def test_random_numbers_of_every_rank_advance_by_one_draw(ranks):
     assert all(found["one draw"] for found in ranks(2).run(starts, start="meta"))
 
 
-@pytest.mark.parametrize(("kind", "start"), [*in_turn(KINDS, ["meta", "rank 0"]), *MORE])
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [
+        (KINDS[0], "meta"),
+        *(slow(*case) for case in ((KINDS[0], "rank 0"), (KINDS[1], "meta"), (KINDS[1], "rank 0"))),
+        *MORE,
+    ],
+)
 def test_training_equals_the_unwrapped_model_from_the_same_weights(ranks, kind, start):
     world_size, modes = kind
     for difference, moved in ranks(world_size).run(trains, start=start, modes=modes):

@@ -96,11 +96,11 @@ def model():
 @pytest.mark.parametrize(
     "recomputed",
     [
-        (),
+        slow(()),
         slow(("mlps.0",)),
         slow(("attentions.0", "mlps.0")),
         slow(("mlps.3",)),
-        ("attentions.1", "mlps.2", "attentions.3"),
+        slow(("attentions.1", "mlps.2", "attentions.3")),
         tuple(f"{kind}.{index}" for index in range(4) for kind in ("attentions", "mlps")),
     ],
 )
@@ -149,7 +149,7 @@ def test_the_bytes_of_a_level_are_those_of_its_results(with_levels):
             assert whole - freed_bytes(with_levels, block, value).at(4) == pytest.approx(kept)
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("everywhere", [False, slow(True)])
 def test_the_peak_at_levels_is_that_of_a_model_that_keeps_these_results_itself(with_levels, everywhere):
     chosen = {}
     for number, block in enumerate(with_levels.blocks):
@@ -222,7 +222,7 @@ def test_what_was_not_profiled_is_refused(model):
         ConfigurationError, match=r"block 'first' to be one that was profiled with activations='offload'"
     ):
         with_activations(model, {"first": "offload"})
-    only = profiled(Model(), ("keep", "recompute"))
+    only = profiled(Model(num_blocks=2), ("keep", "recompute"))
     with pytest.raises(ConfigurationError, match=r"'mlps.0'.*activations='offload', got those of \[\]"):
         with_activations(only, {"mlps.0": "offload"})
 
@@ -261,12 +261,12 @@ def test_a_model_that_cannot_be_run_again_keeps_what_it_saves(monkeypatch, caplo
         return forward(self, x)
 
     monkeypatch.setattr(Mlp, "forward", once)
-    found = profiled(Model(), ("keep", "recompute"))
+    found = profiled(Model(num_blocks=2), ("keep", "recompute"))
     assert found.blocks == ()
     note = "blocks are not planned to recompute, for the step fails then: called in backward"
     assert found.notes == (note,)
     assert f"OSDP: {note}\n" in caplog.text
-    model = Model()
+    model = Model(num_blocks=2)
     model.config = SimpleNamespace(use_cache=True)
     (note,) = profiled(model, ("keep", "recompute")).notes
     assert note.endswith("set model.config.use_cache = False)")
@@ -281,7 +281,7 @@ class Heads(Attention):
 def test_blocks_whose_kernels_only_forward_chooses_keep_what_they_save():
     class Chosen(Model):
         def __init__(self):
-            super().__init__()
+            super().__init__(num_blocks=2)
             self.attentions = nn.ModuleList(Heads() for _ in self.attentions)
 
         def training_step(self, batch, batch_idx):

@@ -13,6 +13,7 @@ from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.profiler import profile_model
 from lightning_osdp.stationary import refusal
 from tests.profiler.traced import Net
+from tests.tiers import slow
 
 WIDTH, HIDDEN, OUTPUTS = 8, 32, 4
 
@@ -386,7 +387,7 @@ def test_pairs_are_found_in_every_block_also_of_those_that_a_few_stand_for(depth
     }
 
 
-@pytest.mark.parametrize("name", ["t5", "bert", "gpt2", "llama"])
+@pytest.mark.parametrize("name", [slow("t5"), slow("bert"), "gpt2", "llama"])
 def test_pairs_of_transformers_are_found_in_the_projects_own_trace(name):
     transformers = pytest.importorskip("transformers")
     small = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.profiler import ComputePrecision
-from tests.profiler.traced import both
+from tests.profiler.traced import both, is_shortened
 from tests.tiers import but_slow
 
 WIDTH, SAMPLES, DEPTH = 8, 4, 10
@@ -53,8 +53,8 @@ def model_of(change=lambda blocks: None, passed=in_turn, depth=DEPTH, kind=Block
     return Model(passed, blocks)
 
 
-def found(model):
-    return both(model, torch.ones(SAMPLES, 5, WIDTH), SAMPLES, model)
+def found(model, find=both):
+    return find(model, torch.ones(SAMPLES, 5, WIDTH), SAMPLES, model)
 
 
 def frozen_half(blocks):
@@ -141,7 +141,20 @@ FOLDED = {
 }
 
 
-@pytest.mark.parametrize("name", but_slow(FOLDED, slow=["pairs", "two runs", "deep", "reentrant", "work between"]))
+SLOW_FOLDED = [
+    "plain",
+    "pairs",
+    "two runs",
+    "deep",
+    "reentrant",
+    "work between",
+    "buffer",
+    "unread index",
+    "no gradients",
+]
+
+
+@pytest.mark.parametrize("name", but_slow(FOLDED, slow=SLOW_FOLDED))
 def test_left_out_blocks_are_as_those_that_stay(name):
     is_short, short, whole = found(FOLDED[name]())
     assert is_short
@@ -317,6 +330,7 @@ def its_own_gradient(model, x):
 SLOW = [
     "features", "around_again", "reading_ahead", "under_autocast", "averaged", "at_random", "backwards", "each_scaled",
     "by_number", "looked_at_later", "skips", "twice_each", "halfway", "two_tied", "one_backward_hook", "eps",
+    "evaluation", "one_keeps_its_gradient", "one_twice", "every_fourth_larger", "its_own_gradient",
 ]  # fmt: skip
 NOT_FOLDED = {
     "dropout": differs("dropout.p", 0.5),
@@ -342,6 +356,4 @@ NOT_FOLDED = {
 
 @pytest.mark.parametrize("name", but_slow(NOT_FOLDED, slow=SLOW))
 def test_all_blocks_stay_where_they_may_differ(name):
-    is_short, short, whole = found(NOT_FOLDED[name]())
-    assert not is_short
-    assert short == whole
+    assert not found(NOT_FOLDED[name](), is_shortened)
