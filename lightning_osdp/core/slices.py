@@ -6,7 +6,8 @@ saves, x among it where that is new:
 
 - forward of slice i: the sum so far and, from the second slice on, the product to be added: y, then 2 y;
 - backward of slice i, from the last one on: the output's gradient y, what is saved of x, and of the input's gradient
-  the part of this slice, s G, and the whole one, G, from the second of them on;
+  the part of this slice, s G, and the whole one, G, from the second of them on; where the operator is frozen, the last
+  one ends its segment's backward, with what that takes after the operator's own, such as a sum of G with others;
 - a slice's gradients are complete, and reduced, before the next one's backward begins.
 
 [Empirical: counted on one rank of eight, in float32 and bf16-mixed.]
@@ -162,6 +163,7 @@ def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine, slice
     x_again = saved_x + _least(x, segment.made_again_bytes)
     settled = segment.settled_bytes
     between = None if settled is None else settled + x_again + y  # live from one slice's backward to the next
+    to_the_end = segment.saved_bytes + segment.backward_workspace_bytes  # what is saved counts from the last slice on
     sizes = slice_sizes(cut.num_features, num_slices)
     for index, (name, size) in enumerate(zip(slice_names(segment.operator, num_slices), sizes, strict=True)):
         share = size / cut.num_features
@@ -182,11 +184,12 @@ def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine, slice
                 **timed,
             )
         else:
+            workspace = segment.made_before_bytes + x_again + y + gradient + part
             yield Segment(
                 operator=name,
                 forward_workspace_bytes=besides + products,
                 handed_bytes=besides + y,
-                backward_workspace_bytes=segment.made_before_bytes + x_again + y + gradient + part,
+                backward_workspace_bytes=workspace if index or settled is not None else _most(workspace, to_the_end),
                 rerun_workspace_bytes=segment.rerun_workspace_bytes,
                 settled_bytes=None if settled is None else settled + part + (x_again + y if index else ZERO),
                 passed_bytes=between if index else segment.passed_bytes,

@@ -14,10 +14,12 @@ optimizer       3 + 1 of reduced gradients + three temporaries of a shard
 import pytest
 import torch.nn.functional as F
 
+from benchmarks.families import build
 from benchmarks.families.dense import TwoLayers
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import PHASES, count_step
 from benchmarks.testbed.plans import plan_of
+from lightning_osdp import Cluster, Link, profile_model, simulate
 
 WIDTH, NUM_SLICES = 1024, 4
 W_BYTES = 4 * WIDTH * WIDTH // NUM_SLICES
@@ -64,3 +66,17 @@ def test_slices_of_a_layer_whose_input_needs_no_gradient_are_reduced_at_the_end(
     # then all four are gathered, and their gradients whole: 3 + 4 + 4 + 1 that the reduction before took + 4 s; the
     # first of them to be reduced leaves 3 slices and 3 gradients: 3 + 3 + 3 + 1 + 1 + s + 4 s
     assert counted(FirstLayers(WIDTH), "ZZZZ", prefetch) == [6.0, 12.5, 11.6, 4.4]
+
+
+def test_the_gradients_of_all_who_read_an_input_of_frozen_slices_are_added_up_after_the_last_one():
+    # by then the unit before them may have been gathered ahead, and the slices have been resharded
+    link = Link(latency_s=0.0, seconds_per_byte=0.0)
+    cluster = Cluster(world_size=4, all_gather=link, reduce_scatter=link, overlaps=True, has_streams=False)
+    module = build("tiny, LoRA")
+    profile = profile_model(module, module.batch(16))
+    for slices in (("resident", "resident", "DP", "resident"), ("ZDP",) * 4):
+        modes = {"model.blocks.2.mlp.expand": "ZDP", "model.blocks.2.mlp.proj.frozen": slices}
+        plan = plan_of(module, modes, world_size=4, micro_batch_size=16)
+        with fake_group(4):
+            counted = count_step(build("tiny, LoRA"), plan).peak_bytes
+        assert simulate(plan, profile, cluster).peak.peak_bytes == pytest.approx(counted, rel=0.003)
