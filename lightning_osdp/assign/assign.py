@@ -203,7 +203,7 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
             mode.but(**{axis: value}) if unit.is_root else mode for unit, mode in zip(setting.units, modes, strict=True)
         )
         found_s = costs.step_time_s(found)
-        if found_s < step_time_s and costs.exact_peak_bytes(found) <= memory_limit_bytes:
+        if found_s < step_time_s and costs.fits(found, memory_limit_bytes):
             modes, step_time_s = found, found_s
     found = _resident_as_well(setting, modes, step_time_s, memory_limit_bytes)
     if found != modes:

@@ -23,8 +23,10 @@ from lightning_osdp.cost import (
     StepMemory,
     Workload,
     apart_s,
+    block_copied_bytes,
     exact_moments,
     exact_peak,
+    host_bytes,
     key_of_moments,
     more_optimizer_s,
     optimizer_s,
@@ -34,10 +36,11 @@ from lightning_osdp.cost import (
     saved_bytes,
     step_memory,
 )
+from lightning_osdp.cost.peak_memory import PINNED, ROUNDING_BYTES
 from lightning_osdp.engine import DEFAULT, FSDP2, effects_of, with_activations
 from lightning_osdp.simulation import StepClock
 
-_OF_STEP = ("workload", "modes", "moving", "engine", "least_ahead", "counts_least_ahead")
+_OF_STEP = ("workload", "modes", "moving", "host_room_bytes", "engine", "least_ahead", "counts_least_ahead")
 """Fields of a setting that other units have no say in."""
 
 
@@ -88,6 +91,9 @@ class Setting(Step):
     """Modes that units may take; which micro-batches reduce gradients matters where there are several."""
     moving: frozenset[str] = frozenset()
     """Units, by name, that move activations whatever the modes; no other unit's bytes count on their being gathered."""
+    host_room_bytes: int | None = None
+    """Memory of the host within which units may have states there and copy what they save: then only as many units
+    may as have room together. None: all may, however much that is."""
     activations: tuple[str, ...] = (KEEP,)
     """Values of ``saves`` that units may take that are blocks."""
     decided: Decided = Decided()
@@ -233,6 +239,8 @@ class Costs:
         subject = subject_of(unit, self._setting, self._setting.engine)
         if self._setting.is_paper:
             return replace(subject, has_host=False, has_nodes=False, may_stay=False, may_exchange=False)
+        if self._room_on_host is not None and ("states", unit.name) not in self._room_on_host:
+            return replace(subject, has_host=False)
         return subject
 
     def _choices(self, unit: UnitProfile) -> tuple[str, ...]:
@@ -241,12 +249,42 @@ class Costs:
         subject = Subject(profiled=() if unit.block is None else unit.block.segments)
         choices = dict.fromkeys(each.within(subject)["saves"] for each in offered)
         samples = self._setting.workload.micro_batch_size
+        if self._room_on_host is not None and ("saves", unit.name) not in self._room_on_host:
+            choices = dict.fromkeys(choice for choice in choices if not block_copied_bytes(unit, choice, samples))
         return tuple(sorted(choices, key=lambda choice: saved_bytes(unit, choice, samples)))
 
     def _within(self, subject: Subject, choices: tuple[str, ...]) -> Modes:
-        """Treatments that are offered and apply."""
+        """Treatments that are offered and apply; where the host is short of room, states there are over all ranks."""
         modes = dict.fromkeys(mode.within(subject) for mode in self._setting.modes)
+        if self._room_on_host is not None:
+            modes = dict.fromkeys(mode for mode in modes if not {"states", "home"} <= mode.keys())
         return tuple(mode.but(saves=choice) for choice in choices for mode in modes)
+
+    @cached_property
+    def _room_on_host(self) -> frozenset[tuple[str, str]] | None:
+        """Axes and units with room on the host for all of them together; None where the host has room for everything.
+
+        Copies of what blocks save have it first, for they free as much of the device as they take there, and states
+        half of that; then the largest, for many small units cannot free what a large one does.
+        """
+        setting = self._setting
+        if setting.host_room_bytes is None:
+            return None
+        samples = setting.workload.micro_batch_size
+        optimizer, pins = setting.profile.optimizer, setting.cluster.host_copies_overlap
+        ranks, layout = setting.cluster.world_size, setting.bytes_engine.layout
+        sizes = {}
+        for unit in setting.units:
+            copied = max(block_copied_bytes(unit, choice, samples) for choice in setting.activations)
+            states = layout([unit], optimizer, ranks, on_host=[True], pins=pins).host
+            sizes["saves", unit.name] = copied * (PINNED if pins else 1)
+            sizes["states", unit.name] = 0.0 if unit.name in setting.moving else states
+        left, found = setting.host_room_bytes + ROUNDING_BYTES - host_bytes(setting), []
+        for key in sorted(sizes, key=lambda key: (key[0] != "saves", -sizes[key])):
+            if sizes[key] <= left:
+                left -= sizes[key]
+                found.append(key)
+        return frozenset(found)
 
     @cached_property
     def menus(self) -> tuple[Modes, ...]:
@@ -431,6 +469,23 @@ class Costs:
         if self._setting.is_paper:
             return self.peak(modes)
         return exact_peak(self._setting, modes, engine=self._setting.bytes_engine)
+
+    def host_bytes(self, modes: Modes = ()) -> int:
+        """Host memory that a rank takes in these modes; without any, for what was decided of blocks."""
+        return peak_bytes_of(host_bytes(self._setting, modes))
+
+    def fits(self, modes: Modes, memory_limit_bytes: float) -> bool:
+        """True if these modes fit: on the device as simulated, and in the room on the host."""
+        return self._fits_on_host(modes) and self.exact_peak_bytes(modes) <= memory_limit_bytes
+
+    @cached_property
+    def has_room_on_host(self) -> bool:
+        """True if the host has room for what was decided of blocks."""
+        return self._fits_on_host(())
+
+    def _fits_on_host(self, modes: Modes) -> bool:
+        room_bytes = self._setting.host_room_bytes
+        return room_bytes is None or self.host_bytes(modes) <= room_bytes
 
     @property
     def least_bytes(self) -> int:

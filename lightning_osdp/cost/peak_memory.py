@@ -67,6 +67,9 @@ from lightning_osdp.engine import (
     with_activations,
 )
 
+PINNED = 2
+"""Most host memory that pinned tensors take over their bytes, see `engine.layout.pinned_bytes`."""
+
 ROUNDING_BYTES = 1e-3
 """Bytes that the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
 
@@ -429,6 +432,23 @@ def _more_states(
     return tuple(found)
 
 
+def host_bytes(step: Step, modes: Sequence[Treatment] = (), *, engine: FSDP2 = DEFAULT) -> float:
+    """Most host memory that a rank takes in these modes, one per unit: for updates there, and for what blocks copy.
+
+    Where copies run beside computing, they are pinned: of activations, whose sizes one by one are not known, each is
+    taken to need twice its bytes. Without modes, it is what blocks copy whose choices the profile has.
+    """
+    samples = step.workload.micro_batch_size
+    copied = [num_bytes.at(samples) for _, num_bytes in step.profile.copied]
+    copied += [block_copied_bytes(step.units[place], mode["saves"], samples) for place, mode in enumerate(modes)]
+    return engine.layout_in(step, modes).host + sum(copied) * (PINNED if step.cluster.host_copies_overlap else 1)
+
+
+def block_copied_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:
+    """Bytes that the unit's block copies to host memory in a micro-batch; none where the unit is no block."""
+    return 0.0 if unit.block is None else block_effects(unit.block, choice).copied_bytes.at(micro_batch_size)
+
+
 def saved_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:
     """Bytes that stay on the device from the unit's forward to its backward, at most."""
     if unit.block is None:
@@ -443,8 +463,7 @@ def _copied(step: Step, activations: Sequence[str]) -> Iterator[float]:
     samples = step.workload.micro_batch_size
     yield from (size.at(samples) for _, size in step.profile.copied)
     for unit in step.units:
-        if unit.block is not None:
-            yield max(block_effects(unit.block, choice).copied_bytes.at(samples) for choice in activations)
+        yield max(block_copied_bytes(unit, choice, samples) for choice in activations)
 
 
 def _all_alike(units: Sequence[UnitProfile], choice: str, saved: Mapping[int, Mapping[str, float]]) -> dict[str, str]:

@@ -128,6 +128,7 @@ class FSDP2:
         shards: int | Sequence[int],
         *,
         on_host: Sequence[bool] = (),
+        pins: bool = False,
         rank: int | None = None,
     ) -> Layout:
         """Bytes of units on one rank.
@@ -137,15 +138,23 @@ class FSDP2:
             optimizer: its step.
             shards: the number of ranks that all units are sharded over, or that of each.
             on_host: of each unit, whether its states are on the host; none: nowhere.
+            pins: whether copies on the host are pinned.
             rank: whose bytes; None: for state and temporaries together, those of the rank that has most.
         """
         each = (shards,) * len(units) if isinstance(shards, int) else tuple(shards)
-        return layout(tuple(units), optimizer, each, rank or 0, tuple(on_host) or (False,) * len(units))
+        hosted = tuple(on_host) or (False,) * len(units)
+        return layout(tuple(units), optimizer, each, rank or 0, hosted, pins=pins)
 
     def layout_in(self, step: Step, modes: Sequence[Treatment] = (), *, rank: int | None = None) -> Layout:
         """Bytes of a step's units in these modes; without any, over all ranks and with states on the device."""
-        on_host = [effects_of(mode).updates_on_host for mode in modes]
-        return self.layout(step.units, step.profile.optimizer, num_shards(step, modes), on_host=on_host, rank=rank)
+        return self.layout(
+            step.units,
+            step.profile.optimizer,
+            num_shards(step, modes),
+            on_host=[effects_of(mode).updates_on_host for mode in modes],
+            pins=step.cluster.host_copies_overlap,
+            rank=rank,
+        )
 
     def live_parts(
         self,

@@ -85,7 +85,8 @@ class Layout:
     optimizer_temporaries: float
     """Most bytes that the optimizer step allocates and frees."""
     host: float = 0.0
-    """Memory of the host: states there, and copies of shards and of their gradients; without temporaries of updates."""
+    """Memory of the host: states there, and copies of shards and of their gradients, which may be pinned; without
+    temporaries of updates."""
 
     @property
     def shards(self) -> float:
@@ -100,6 +101,8 @@ def layout(
     shards: tuple[int, ...],
     rank: int,
     on_host: tuple[bool, ...],
+    *,
+    pins: bool,
 ) -> Layout:
     """Bytes of units on one rank; arguments as of `FSDP2.layout`."""
     own = [
@@ -112,7 +115,7 @@ def layout(
         units=tuple(_unit_bytes(unit, number) for unit, number in zip(units, shards, strict=True)),
         optimizer_state=state,
         optimizer_temporaries=temporaries,
-        host=optimizer_bytes(there, optimizer)[0] + sum(2 * _owned_bytes(*each) for each in there),
+        host=optimizer_bytes(there, optimizer)[0] + sum(2 * _owned_bytes(*each, pins=pins) for each in there),
     )
 
 
@@ -189,12 +192,23 @@ def optimizer_bytes(
     return state, max((_temporaries(optimizer, sizes) for sizes in groups.values()), default=0.0)
 
 
-def _owned_bytes(unit: UnitProfile, world_size: int, held_elements: Sequence[int]) -> float:
-    """Trained part of a rank's shard, without paddings."""
+def _owned_bytes(unit: UnitProfile, world_size: int, held_elements: Sequence[int], *, pins: bool) -> float:
+    """Trained part of a rank's shard, without paddings; or what copies of its parameters take that are pinned."""
     if not unit.parameters:
-        return unit.trainable_bytes / world_size
-    held = zip(unit.parameters, held_elements, strict=True)
-    return float(sum(elements * parameter.itemsize for parameter, elements in held if parameter.is_trainable))
+        sizes = [unit.trainable_bytes / world_size]
+    else:
+        held = zip(unit.parameters, held_elements, strict=True)
+        sizes = [float(elements * parameter.itemsize) for parameter, elements in held if parameter.is_trainable]
+    return float(sum(map(pinned_bytes, sizes) if pins else sizes))
+
+
+def pinned_bytes(num_bytes: float) -> int:
+    """Host memory that a pinned tensor of so many bytes takes: the next power of two.
+
+    References:
+        aten/src/ATen/core/CachingHostAllocator.h (``allocate``).
+    """
+    return 1 << (math.ceil(num_bytes) - 1).bit_length() if num_bytes > 0 else 0
 
 
 def _temporaries(optimizer: OptimizerProfile, sizes: Sequence[float]) -> float:

@@ -135,6 +135,7 @@ def _planned_anew(plan: Plan, profile: ModelProfile, cluster: Cluster, memory_li
         profile,
         cluster,
         memory_limit_bytes=memory_limit_bytes,
+        host_limit_bytes=plan.host_limit_bytes,
         micro_batch_size=BatchPolicy.fixed(plan.micro_batch_size, plan.num_micro_batches),
         search_space=plan.search_space,
         method=method_of(plan),

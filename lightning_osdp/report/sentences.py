@@ -202,6 +202,9 @@ def summarise(plan: Plan) -> list[tuple[str, str]]:
         lines["peak memory"] = f"{NOT_PREDICTED}; the limit is {limit}"
     if plan.peak_phase:
         lines["peak is in"] = tell_peak(plan)
+    if plan.host_bytes:
+        of_limit = "" if plan.host_limit_bytes is None else f" of {format_bytes(plan.host_limit_bytes)}"
+        lines["host memory"] = f"{format_bytes(plan.host_bytes)}{of_limit} predicted per rank"
     if plan.loss_bytes > LARGE_LOSS * plan.peak_bytes:
         lines["loss"] = (
             f"{CHUNKS} chunks of logits and loss, as by chunked_cross_entropy, would take"

@@ -193,6 +193,7 @@ class _Variant:
         made = plan_of(
             assignment_of(self.setting, self.modes, bound_s=0.0),
             memory_limit_bytes=plan.memory_limit_bytes,
+            host_limit_bytes=plan.host_limit_bytes,
             space=plan.search_space,
             most_samples_per_s=plan.samples_per_s * (1 + plan.gap),
             solver=plan.solver,

@@ -52,7 +52,8 @@ class Competition:
         for structure in SMALLER:
             if best.costs.least_bytes <= self.memory_limit_bytes:
                 break
-            best = min((best, *structure.make(attempt)), key=_least_bytes)
+            made = (each for each in structure.make(attempt) if each.costs.has_room_on_host)
+            best = min((best, *made), key=_least_bytes)
         return best.ahead_for_free
 
     def assigned(
@@ -117,7 +118,7 @@ class Competition:
         for time_s, setting, modes in sorted(timed, key=itemgetter(0)):
             if time_s >= worth_s * (1 - NO_GAIN):
                 break
-            if setting.ahead_for_free.costs.exact_peak_bytes(modes) > self.memory_limit_bytes:
+            if not setting.ahead_for_free.costs.fits(modes, self.memory_limit_bytes):
                 continue
             chosen = as_far_as_fits(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
             if chosen is not None and chosen.costs.step_time_s(modes) < worth_s * (1 - NO_GAIN):

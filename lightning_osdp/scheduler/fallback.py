@@ -56,6 +56,7 @@ def in_micro_batches(plan: Plan, workload: Workload) -> Plan:
         micro_batch_size=workload.micro_batch_size,
         num_micro_batches=workload.num_micro_batches,
         peak_bytes=0,
+        host_bytes=0,
         step_time_s=0.0,
         samples_per_s=0.0,
         gap=0.0,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 
-from lightning_osdp.assign import Assignment, Setting
+from lightning_osdp.assign import Modes, Setting
 from lightning_osdp.core.batch_policy import largest_fitting
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
 from lightning_osdp.cost import PeakMemory, Workload
 from lightning_osdp.engine import effects_of
-from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.scheduler.sweep import Sweep
 
 _WORTH_TELLING = 0.9
@@ -19,7 +19,7 @@ _MOST_MICRO_BATCHES = 2**16
 """Micro-batches of a step that is proposed, at most."""
 
 
-def why_infeasible(sweep: Sweep, micro_batch_size: int) -> str:
+def why_infeasible(sweep: Sweep, micro_batch_size: int, host_limit_bytes: int | None) -> str:
     """The text of `InfeasibleError`: the limit, the least bytes of any plan, the largest contributors, a remedy."""
     setting, memory_limit_bytes = sweep.smallest(micro_batch_size), sweep.competition.memory_limit_bytes
     least = setting.costs.least_memory_modes
@@ -56,22 +56,47 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int) -> str:
         f"No plan fits: the limit is {format_bytes(memory_limit_bytes)} per rank, and a micro-batch of"
         f" {micro_batch_size} on {ranks} {'rank' if ranks == 1 else 'ranks'} needs at least"
         f" {format_bytes(peak.peak_bytes)} ({where}: {parts}). Largest contributors: {listed}."
-        f" Nearest remedy: {remedy}.{_saving_less(setting, peak, sweep)}{_on_host(setting, peak)}"
+        f" Nearest remedy: {remedy}.{_saving_less(setting, peak, sweep)}"
+        + _on_host(setting, peak, memory_limit_bytes, host_limit_bytes)
         + "".join(f" Note: {note}." for note in setting.profile.notes)
     )
 
 
-def check_host(assignment: Assignment) -> None:
-    """Raises an `InfeasibleError` if the host lacks the memory for what an assignment has there."""
-    setting = assignment.setting
-    needed_bytes = setting.bytes_engine.layout_in(setting, assignment.modes).host
-    free_bytes = setting.cluster.host_memory_bytes
-    if free_bytes is not None and needed_bytes > free_bytes:
-        raise InfeasibleError(
-            "No plan fits: with as many optimizer states on the host as the memory limit asks for, a rank needs"
-            f" {format_bytes(needed_bytes)} of its memory, of which {format_bytes(free_bytes)} are free for each rank."
-            " Use smaller micro-batches or more ranks, or free memory of the host."
-        )
+def why_host_lacks(sweep: Sweep, micro_batch_size: int, host_limit_bytes: int, needed_bytes: int) -> str:
+    """The text of `InfeasibleError` where plans fit on the device only, the fastest of which needs so much of the host.
+
+    It states the least that was found.
+    """
+    setting, limit_bytes = sweep.smallest(micro_batch_size), sweep.competition.memory_limit_bytes
+    modes = _fewest_on_host(setting, limit_bytes)
+    least_bytes = 0 if modes is None else setting.costs.host_bytes(modes)
+    if host_limit_bytes < least_bytes < needed_bytes:
+        needed_bytes = least_bytes
+    return (
+        f"No plan fits: the limit is {format_bytes(limit_bytes)} per rank, for which a rank needs"
+        f" {format_bytes(needed_bytes)} of its host's memory, and may take {format_bytes(host_limit_bytes)}:"
+        f" {format_bytes(needed_bytes - host_limit_bytes)} are lacking. Use smaller micro-batches or more ranks, raise"
+        " memory_limit, or free memory of the host and raise host_memory_limit."
+    )
+
+
+def _fewest_on_host(setting: Setting, memory_limit_bytes: int) -> Modes | None:
+    """Modes with the least memory, but with states on the host of as few units as fit, the largest first.
+
+    None where not even those of all units there do.
+    """
+    costs, least = setting.costs, setting.costs.least_memory_modes
+    hosted = sorted(costs.hosted, key=lambda unit: -setting.units[unit].trainable_bytes)
+
+    def of_first(number: int) -> Modes:
+        left = {*hosted[number:]}
+        return tuple(mode.but(states="device") if unit in left else mode for unit, mode in enumerate(least))
+
+    def fits(number: int) -> bool:
+        return costs.exact_peak_bytes(of_first(number)) <= memory_limit_bytes
+
+    number = bisect_left(range(len(hosted) + 1), True, key=fits)
+    return of_first(number) if number <= len(hosted) else None
 
 
 def _divided(sweep: Sweep, workload: Workload) -> Workload | None:
@@ -105,22 +130,37 @@ def _saving_less(setting: Setting, peak: PeakMemory, sweep: Sweep) -> str:
     return f" Activations dominate; {how}, with which {format_bytes(needed_bytes)} are needed."
 
 
-def _on_host(setting: Setting, peak: PeakMemory) -> str:
-    """Sentence on what states on the host would leave; empty where they may be there, or would hardly matter."""
+def _on_host(setting: Setting, peak: PeakMemory, memory_limit_bytes: int, host_limit_bytes: int | None) -> str:
+    """Sentence on what states on the host would do; empty where they may be there, or would hardly matter."""
     if setting.is_paper or any(effects_of(mode).updates_on_host for mode in setting.modes):
         return ""
-    profile = dataclasses.replace(
-        setting.profile, optimizer=dataclasses.replace(setting.profile.optimizer, host_s_per_element=0.0)
-    )
+    optimizer, told = setting.profile.optimizer, " SearchSpace(states=('device', 'host'))"
+    is_timed = optimizer.host_s_per_element is not None
+    profile = setting.profile
+    if not is_timed:
+        profile = dataclasses.replace(profile, optimizer=dataclasses.replace(optimizer, host_s_per_element=0.0))
     modes = tuple(mode.but(states=place) for mode in setting.modes for place in ("host", "device"))
     offering = dataclasses.replace(setting, profile=profile, modes=modes)
-    needed_bytes = offering.costs.exact_peak_bytes(offering.costs.least_memory_modes)
-    if needed_bytes > _WORTH_TELLING * peak.peak_bytes:
+    costs = offering.costs
+    fewest = _fewest_on_host(offering, memory_limit_bytes)
+    if fewest is None:
+        needed_bytes = costs.exact_peak_bytes(costs.least_memory_modes)
+        if needed_bytes > _WORTH_TELLING * peak.peak_bytes:
+            return ""
+        return f" With optimizer states on the host {format_bytes(needed_bytes)} are needed:{told}."
+    number, needed_bytes = sum(effects_of(mode).updates_on_host for mode in fewest), costs.host_bytes(fewest)
+    if not number:  # it fits though no search has found it
         return ""
-    return (
-        f" With optimizer states on the host {format_bytes(needed_bytes)} are needed:"
-        " SearchSpace(states=('device', 'host'))."
-    )
+    lacks = host_limit_bytes is not None and needed_bytes > host_limit_bytes
+    which = f"the states of {number} of {len(costs.hosted)} units on the host"
+    if lacks:
+        return (
+            f" With {which} it would fit, for which a rank needs {format_bytes(needed_bytes)} of the host's memory, and"
+            f" may take {format_bytes(host_limit_bytes or 0)}."
+        )
+    on_device = tuple(mode.but(states="device") for mode in fewest)
+    slower = f", {costs.step_time_s(fewest) / costs.step_time_s(on_device):.2f}x slower" if is_timed else ""
+    return f" It fits with {which}{slower}:{told}."
 
 
 def _more_ranks(setting: Setting, memory_limit_bytes: int) -> str:

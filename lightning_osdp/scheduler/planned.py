@@ -30,6 +30,7 @@ def plan_of(
     *,
     memory_limit_bytes: int,
     space: SearchSpace,
+    host_limit_bytes: int | None = None,
     most_samples_per_s: float | None = None,
     **searched: Any,
 ) -> Plan:
@@ -39,6 +40,7 @@ def plan_of(
         assignment: of modes to units.
         memory_limit_bytes: most bytes of live tensors on one rank.
         space: what it was chosen from.
+        host_limit_bytes: most memory of the host that a rank may take; None: no limit.
         most_samples_per_s: what no plan exceeds; None: nothing was searched.
         searched: other fields of the plan.
     """
@@ -51,7 +53,7 @@ def plan_of(
     ]
     samples_per_s = setting.workload.num_samples * setting.cluster.world_size / time_s if time_s > 0 else 0.0
     is_searched = most_samples_per_s is not None and samples_per_s > 0
-    on_host = _updated_on_host(setting, assignment.modes)
+    on_host, host_bytes = _updated_on_host(setting, assignment.modes), setting.costs.host_bytes(assignment.modes)
     notes = (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, space), on_host)
     plan = Plan(
         fingerprint=dict(setting.profile.fingerprint),
@@ -75,6 +77,8 @@ def plan_of(
         peak_operator=assignment.peak.operator,
         peak_parts=dict(assignment.peak.parts),
         evaluation_peak_bytes=math.ceil(evaluation_peak(setting, assignment.modes, engine=setting.bytes_engine)),
+        host_bytes=host_bytes,
+        host_limit_bytes=host_limit_bytes if host_bytes else None,
         notes=tuple(filter(None, notes)),
         **searched,
     )
@@ -209,14 +213,13 @@ def _updated_on_host(setting: Setting, modes: Modes) -> str:
     if not hosted:
         return ""
     on_device = [mode.but(states="device") for mode in modes]
-    ours, without = (setting.bytes_engine.layout_in(setting, each) for each in (modes, on_device))
+    states = [setting.bytes_engine.layout_in(setting, each).optimizer_state for each in (on_device, modes)]
     own_s, device_s = (
         sum(setting.costs.unit_s(setting.units[unit], each[unit]) for unit in hosted) for each in (modes, on_device)
     )
     return (
         f"the host updates {len(hosted)} of {sum(unit.gradient_bytes > 0 for unit in setting.units)} units:"
-        f" {format_bytes(round(without.optimizer_state - ours.optimizer_state))} of states per rank are in its memory,"
-        f" of which a rank needs {format_bytes(round(ours.host))} with copies of shards and gradients, and a step takes"
+        f" {format_bytes(round(states[0] - states[1]))} of states per rank are in its memory, and a step takes"
         f" {format_seconds(own_s - device_s)} more"
     )
 

@@ -19,7 +19,7 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.engine import AUTO, FSDP2, engine_of
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.competition import Competition
-from lightning_osdp.scheduler.infeasible import check_host, why_infeasible
+from lightning_osdp.scheduler.infeasible import why_host_lacks, why_infeasible
 from lightning_osdp.scheduler.planned import plan_of
 from lightning_osdp.scheduler.structures import Bound
 from lightning_osdp.scheduler.sweep import Candidate, Sweep
@@ -65,18 +65,25 @@ def make_plan(
     cluster: Cluster,
     *,
     memory_limit_bytes: int,
+    host_limit_bytes: int | None = None,
     micro_batch_size: int | BatchPolicy,
     search_space: SearchSpace | None = None,
     method: PlanMethod | None = None,
     engine: FSDP2 = ANY_PREFETCH,
     progress: Progress = silent,
 ) -> Plan:
-    """The plan with the best predicted samples/s under the memory limit.
+    """The plan with the best predicted samples/s under the limits of memory.
+
+    Where the fastest plan takes more memory of the host than there may be, the search begins anew, and places states
+    there, and what blocks copy, as far as there is room. The bound is then that of the first search: of plans with all
+    the memory of the host that they like.
 
     Args:
         profile: the model, see `profile_model`.
         cluster: ranks and links, see `measure_cluster`.
         memory_limit_bytes: most bytes of live tensors on one rank, in every phase of a step.
+        host_limit_bytes: most memory of the host that a rank takes for states and for what blocks offload; None: what
+            is free there by ``cluster``.
         micro_batch_size: samples per rank and micro-batch, of which an optimizer step has one; else a `BatchPolicy`
             says how many it has, or what may be chosen.
         search_space: what may be chosen; None: everything.
@@ -108,25 +115,46 @@ def make_plan(
     if method.blocks is not None:
         first = first.with_blocks(method.blocks)
         space = dataclasses.replace(space, activations=(KEEP,))
-    sweep = Sweep(
-        [
-            dataclasses.replace(first, engine=each, least_ahead=engine.without_prefetch(each))
-            for each in engine.alternatives(
-                overlaps=first.overlaps and "gather" not in cluster.waits_for, has_streams=cluster.has_streams
-            )
-        ],
-        Competition(memory_limit_bytes=memory_limit_bytes, search=method.search, space=space),
-        policy=policy,
-        progress=progress,
-    )
+    if host_limit_bytes is None:
+        host_limit_bytes = cluster.host_memory_bytes
+
+    def sweep_in(host_room_bytes: int | None) -> Sweep:
+        return Sweep(
+            [
+                dataclasses.replace(
+                    first, engine=each, least_ahead=engine.without_prefetch(each), host_room_bytes=host_room_bytes
+                )
+                for each in engine.alternatives(
+                    overlaps=first.overlaps and "gather" not in cluster.waits_for, has_streams=cluster.has_streams
+                )
+            ],
+            Competition(memory_limit_bytes=memory_limit_bytes, search=method.search, space=space),
+            policy=policy,
+            progress=progress,
+        )
+
+    sweep = sweep_in(None)
     best = sweep.best()
     if best is None:
-        raise InfeasibleError(why_infeasible(sweep, smallest))
-    check_host(best.assignment)
-    return _plan(best, sweep, sweep.most_samples_per_s)
+        raise InfeasibleError(why_infeasible(sweep, smallest, host_limit_bytes))
+    most_samples_per_s, needed_bytes = sweep.most_samples_per_s, best.host_bytes
+    if host_limit_bytes is not None and needed_bytes > host_limit_bytes:
+        within = sweep_in(host_limit_bytes)
+        best = within.best()
+        if best is None or best.host_bytes > host_limit_bytes:
+            raise InfeasibleError(why_host_lacks(sweep, smallest, host_limit_bytes, needed_bytes))
+        sweep = within
+    return _plan(best, sweep, most_samples_per_s, host_limit_bytes)
 
 
-def judge_plan(plan: Plan, profile: ModelProfile, cluster: Cluster, *, memory_limit_bytes: int) -> Plan:
+def judge_plan(
+    plan: Plan,
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    memory_limit_bytes: int,
+    host_limit_bytes: int | None = None,
+) -> Plan:
     """A plan that is there, as it is predicted of this profile and cluster; nothing of it is chosen anew.
 
     Its gap stays that of the search that found it.
@@ -136,6 +164,7 @@ def judge_plan(plan: Plan, profile: ModelProfile, cluster: Cluster, *, memory_li
         profile: of its model.
         cluster: ranks and links.
         memory_limit_bytes: most bytes of live tensors on one rank; the plan may need more.
+        host_limit_bytes: likewise of the host's memory.
 
     Raises:
         PlanMismatchError: the plan is for another model or another number of ranks.
@@ -158,7 +187,8 @@ def judge_plan(plan: Plan, profile: ModelProfile, cluster: Cluster, *, memory_li
         progress=silent,
     )
     judged = Candidate(assignment=assigned, bounds=(Bound(setting, assigned.bound_s),))
-    return dataclasses.replace(_plan(judged, sweep, judged.most_samples_per_s), solver=plan.solver)
+    found = _plan(judged, sweep, judged.most_samples_per_s, host_limit_bytes)
+    return dataclasses.replace(found, solver=plan.solver)
 
 
 def planned_setting(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Setting, Modes]:
@@ -188,7 +218,7 @@ def planned_setting(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tupl
     return setting, modes
 
 
-def _plan(best: Candidate, sweep: Sweep, most_samples_per_s: float) -> Plan:
+def _plan(best: Candidate, sweep: Sweep, most_samples_per_s: float, host_limit_bytes: int | None) -> Plan:
     assignment, setting = best.assignment, best.assignment.setting
     memory_limit_bytes, space = sweep.competition.memory_limit_bytes, sweep.competition.space
     plain, plain_modes = sweep.plain(best)
@@ -198,6 +228,7 @@ def _plan(best: Candidate, sweep: Sweep, most_samples_per_s: float) -> Plan:
         assignment,
         memory_limit_bytes=memory_limit_bytes,
         space=space,
+        host_limit_bytes=host_limit_bytes,
         most_samples_per_s=most_samples_per_s,
         solver=sweep.competition.search,
         all_zdp_step_time_s=ratio * plain.costs.step_time_s(plain_modes),

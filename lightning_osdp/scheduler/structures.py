@@ -125,6 +125,8 @@ class Attempt:
         """The bound of a setting by what is known before it is searched."""
         smaller, samples = self.known.get(setting.key), setting.workload.micro_batch_size
         least_s = 0.0 if self.least is None else self.least.step_s(samples)
+        if not setting.costs.has_room_on_host:
+            return Bound(setting, math.inf, least_s)
         if smaller is None or self.least is None:
             return Bound(setting, max(least_s, setting.costs.least_s), least_s)
         if smaller.seconds == math.inf:

@@ -72,6 +72,11 @@ class Candidate:
         return _samples_per_s(self.assignment.setting, self.assignment.step_time_s)
 
     @property
+    def host_bytes(self) -> int:
+        """Memory of the host that a rank takes."""
+        return self.assignment.setting.costs.host_bytes(self.assignment.modes)
+
+    @property
     def most_samples_per_s(self) -> float:
         """Samples/s that no modes exceed at this size."""
         return max(_samples_per_s(each.setting, each.seconds) for each in self.bounds)
@@ -150,10 +155,10 @@ class Sweep:
         if self._least_of(settings[0]).step_s(micro_batch_size) == math.inf:
             return False
         costs = self.competition.smallest(settings).costs
-        if costs.least_bytes <= limit_bytes and costs.exact_peak_bytes(costs.least_memory_modes) <= limit_bytes:
+        if costs.least_bytes <= limit_bytes and costs.fits(costs.least_memory_modes, limit_bytes):
             return True
         uniform = self.competition.uniform(settings)
-        return any(each.ahead_for_free.costs.exact_peak_bytes(modes) <= limit_bytes for each, modes in uniform)
+        return any(each.ahead_for_free.costs.fits(modes, limit_bytes) for each, modes in uniform)
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""

@@ -50,6 +50,7 @@ class Options:
     """Arguments of `OSDPStrategy` under their own names."""
 
     memory_limit: int | str | None = None
+    host_memory_limit: int | str | None = None
     plan: Plan | str | Path | None = None
     batch_size: int | str = "auto"
     search: str = "depth_first"
@@ -97,7 +98,7 @@ class Options:
                 "Expected batch_size='auto' or a micro-batch with global_batch_size, got batch_size='scale', which"
                 " chooses the global batch. Leave out one of the two."
             )
-        _ = self.memory_limit_bytes  # raises if the limit cannot be parsed
+        _ = self.memory_limit_bytes, self.host_memory_limit_bytes  # raises if a limit cannot be parsed
         if self.plan is None or isinstance(self.plan, Plan):
             return self
         path = Path(self.plan)
@@ -112,15 +113,14 @@ class Options:
     @property
     def memory_limit_bytes(self) -> int | None:
         """Memory limit in bytes; None where the limit is a share of the free memory, `memory_share`."""
-        if self.memory_limit is None or _percent(self.memory_limit) is not None:
-            return None
-        num_bytes = parse_bytes(self.memory_limit)
-        if isinstance(self.memory_limit, int) and num_bytes < _LEAST_BYTES:
-            raise ConfigurationError(
-                f"memory_limit={self.memory_limit} is {format_bytes(num_bytes)}, a number without a unit being bytes."
-                f' Pass a text such as "{self.memory_limit}GiB", or "{self.memory_limit}B" if that is meant.'
-            )
-        return num_bytes
+        share = _percent(self.memory_limit)
+        return None if self.memory_limit is None or share is not None else _num_bytes("memory_limit", self.memory_limit)
+
+    @property
+    def host_memory_limit_bytes(self) -> int | None:
+        """Limit of the host's memory in bytes; None where it is what is free."""
+        limit = self.host_memory_limit
+        return None if limit is None else _num_bytes("host_memory_limit", limit)
 
     @property
     def memory_share(self) -> float:
@@ -133,6 +133,17 @@ class Options:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _num_bytes(name: str, limit: int | str) -> int:
+    """Bytes of a limit; raises a `ConfigurationError` for an int that was probably meant as GiB."""
+    num_bytes = parse_bytes(limit)
+    if isinstance(limit, int) and num_bytes < _LEAST_BYTES:
+        raise ConfigurationError(
+            f"{name}={limit} is {format_bytes(num_bytes)}, a number without a unit being bytes."
+            f' Pass a text such as "{limit}GiB", or "{limit}B" if that is meant.'
+        )
+    return num_bytes
 
 
 def _percent(memory_limit: int | str | None) -> float | None:

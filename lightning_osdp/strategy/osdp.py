@@ -65,6 +65,9 @@ class OSDPStrategy(FSDPStrategy):
             ``"8GiB"`` (2^30) or ``"500MB"`` (10^6): parameters, gathered copies, gradients, optimizer state,
             activations, buffers and the batch. A percentage such as ``"90%"`` is of what is free on the GPU, or of the
             rank's share of the machine's available memory on CPU; None: all of that, with ``batch_size="scale"`` 95%.
+        host_memory_limit: bytes of the host's memory, as an int or a text, that a rank may take for optimizer states
+            that are there, with copies of shards and gradients, and for activations that blocks offload; None: the
+            rank's share of what is free on its machine.
         plan: a `Plan`, or the path of one or of a checkpoint that was trained under one, that is used as it is:
             nothing is profiled, `search`, `search_space` and `cost_model` have no effect, and the other options must
             agree with it.
@@ -118,6 +121,7 @@ class OSDPStrategy(FSDPStrategy):
         search: str = "depth_first",
         search_space: SearchSpace | None = None,
         *,
+        host_memory_limit: int | str | None = None,
         global_batch_size: int | None = None,
         accumulate_in_fp32: bool = False,
         profile_batch: Any = None,
@@ -132,6 +136,7 @@ class OSDPStrategy(FSDPStrategy):
         check_fsdp_kwargs(fsdp_kwargs)
         options = Options(
             memory_limit=memory_limit,
+            host_memory_limit=host_memory_limit,
             plan=plan,
             batch_size=batch_size,
             search=search,

@@ -6,13 +6,17 @@ import itertools
 import pytest
 
 from lightning_osdp.assign import assign_modes, fill_spare
-from lightning_osdp.core.axes import DP, ZDP, modes_of
+from lightning_osdp.core.axes import DP, HSDP, ZDP, modes_of
 from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import OptimizerProfile
-from lightning_osdp.cost import Workload, more_optimizer_s
+from lightning_osdp.cost import Workload, host_bytes, more_optimizer_s
 from lightning_osdp.engine import FSDP2
+from lightning_osdp.engine.layout import owned_elements
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.scheduler import make_plan
 from lightning_osdp.search import SOLVERS
-from tests.steps import filled_beside_all, numbers_of_all
+from tests.steps import TWO_NODES, filled_beside_all, numbers_of_all, step_of
 
 LINK = Link(latency_s=0.0, seconds_per_byte=1e-3)
 OPERATORS = [
@@ -67,7 +71,20 @@ def test_seconds_are_of_updates_and_copies_and_bytes_of_states(setting):
         elements * 3e-3 + 3 * 4 * elements * 1e-4
     )
     layout = FSDP2().layout_in(found, host)
-    assert layout.host == (2 * 4 + 2 * 4) * elements
+    assert layout.host == (2 * 4 + 2 * 4) * elements == host_bytes(found, host)
+    assert host_bytes(found, device) == 0
+
+
+def test_copies_are_pinned_in_powers_of_two_where_they_run_beside_computing(model, linear):
+    profile = model(linear("a", 3, 5), optimizer=HOST)
+    found = step_of(profile)
+    modes = tuple(mode.but(states="host") for mode in (DP, ZDP))
+    (_, unit) = found.units
+    elements = [owned_elements(each, 2, 0) for each in unit.parameters]
+    assert host_bytes(found, modes) == 16 * sum(elements)
+    pinned = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, host_copies_overlap=True))
+    powers = [next(2**k for k in range(9) if 2**k >= 4 * each) for each in elements]
+    assert host_bytes(pinned, modes) == 8 * sum(elements) + 2 * sum(powers) > host_bytes(found, modes)
 
 
 @pytest.mark.parametrize("search", SOLVERS)
@@ -113,3 +130,62 @@ def test_the_root_has_states_on_the_device_where_they_fit_and_bounds_know(settin
         assert assigned.bound_s <= min(time_s for time_s, peak, _ in assignments if peak <= limit_bytes) * (1 + 1e-9)
         roots.append(filled.modes[0])
     assert (roots[0], roots[-1]) == (host, DP)
+
+
+# ---- two limits
+
+SPACE = SearchSpace(
+    modes=("ZDP", "DP"),
+    sync=("every",),
+    states=("device", "host"),
+    slices=(1,),
+    activations=("keep",),
+    share_units=False,
+    min_unit_bytes=0,
+)
+
+
+@pytest.mark.parametrize(("overlaps", "host_s_per_element"), [(False, 4e-3), (True, 1e-3)])
+def test_plans_keep_both_limits_and_are_about_as_fast_as_any_that_do(setting, overlaps, host_s_per_element):
+    """Where updates on the host take few seconds, units are there to keep others unsharded, as far as there is room."""
+    optimizer = dataclasses.replace(HOST, host_s_per_element=host_s_per_element)
+    found = given(setting, OPERATORS[:3], overlaps=overlaps, optimizer=optimizer)
+    costs = found.costs
+    assignments = [
+        (costs.step_time_s(modes), costs.exact_peak(modes).peak_bytes, costs.host_bytes(modes))
+        for modes in itertools.product(*costs.options)
+    ]
+    least, most = (of(peak for _, peak, _ in assignments) for of in (min, max))
+    hosts = set()
+    for share, room_bytes in itertools.product((0.2, 0.5, 0.7), (0, 1600, 3200, 4800, 6400)):
+        limit_bytes = int(least + share * (most - least))
+        fitting = [time_s for time_s, peak, host in assignments if peak <= limit_bytes and host <= room_bytes]
+        limits = {"memory_limit_bytes": limit_bytes, "host_limit_bytes": room_bytes}
+        options = {"micro_batch_size": 1, "search_space": SPACE, "engine": found.engine}
+        if not fitting:
+            with pytest.raises(InfeasibleError, match="are lacking" if room_bytes < 6400 else "No plan fits"):
+                make_plan(found.profile, found.cluster, **limits, **options)
+            continue
+        plan = make_plan(found.profile, found.cluster, **limits, **options)
+        assert plan.peak_bytes <= limit_bytes
+        assert plan.host_bytes <= room_bytes
+        assert min(fitting) * (1 - 1e-9) <= plan.step_time_s <= 1.05 * min(fitting)
+        assert plan.samples_per_s * (1 + plan.gap) >= 2 / min(fitting) * (1 - 1e-9)
+        hosts.add(plan.host_bytes)
+    assert len(hosts) > 2
+
+
+def test_where_the_host_is_short_states_there_are_those_of_the_largest_units_over_all_ranks(setting):
+    found = given(setting, modes=(*(each.but(states=place) for place in ("host", "device") for each in (ZDP, HSDP)),))
+    found = dataclasses.replace(found, cluster=TWO_NODES)
+    sizes = {unit.name: unit.parameter_bytes * 4 / 8 for unit in found.units}
+    assert {each["home"] for of in found.costs.options[1:] for each in of if "states" in each} == {"all", "node"}
+    for room_bytes, names in ((1600, {"2", "0", "1"}), (1599, {"2", "0", "3"}), (1399, {"2", "0"}), (199, set())):
+        short = dataclasses.replace(found, host_room_bytes=room_bytes)
+        hosting = {
+            unit.name: {each["home"] for each in of if "states" in each}
+            for unit, of in zip(short.units, short.costs.options, strict=True)
+        }
+        assert {name for name, homes in hosting.items() if homes} == names
+        assert all(homes <= {"all"} for homes in hosting.values())
+        assert sum(sizes[name] for name in names) <= room_bytes

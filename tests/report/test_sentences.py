@@ -246,6 +246,15 @@ def test_the_prediction_stands_against_the_limit_and_plain_fsdp():
     }
 
 
+def test_memory_of_the_host_stands_beside_that_of_the_device():
+    assert "host memory" not in summary(PLAN)
+    hosting = dataclasses.replace(PLAN, host_bytes=3 * MIB)
+    assert summary(hosting)["host memory"] == "3.00 MiB predicted per rank"
+    limited = dataclasses.replace(hosting, host_limit_bytes=8 * MIB)
+    assert summary(limited)["host memory"] == "3.00 MiB of 8.00 MiB predicted per rank"
+    assert "predicted per rank, 3.00 MiB on the host\n" in str(limited)
+
+
 def test_a_plan_without_a_profile_predicts_nothing_rather_than_zeros():
     assert summary(NOT_PREDICTED) == {
         "step time": "not predicted",

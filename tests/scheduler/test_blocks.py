@@ -134,6 +134,16 @@ def test_what_is_copied_takes_its_time(deep, cluster):
     found = make_plan(deep, fast, **options)
     assert {block.activations for block in found.blocks} == {"offload"}
     assert found.blocks[0].costs_s == pytest.approx(2 * 600 * 1e-6)
+    assert found.host_bytes == 600 * len(found.blocks)
+    # others recompute, or more units are sharded; pinned memory may take twice the bytes
+    for pins in (False, True):
+        ranks = dataclasses.replace(fast, host_memory_bytes=found.host_bytes - 1, host_copies_overlap=pins)
+        short = make_plan(deep, ranks, **options)
+        offloading = [block for block in short.blocks if block.activations == "offload"]
+        assert short.host_bytes == 600 * (1 + pins) * len(offloading) < found.host_bytes
+        assert short.peak_bytes <= limit_bytes
+        assert short.step_time_s > found.step_time_s
+        assert pins or short.samples_per_s * (1 + short.gap) >= found.samples_per_s
 
 
 def test_blocks_may_be_given(deep, cluster):

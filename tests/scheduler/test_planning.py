@@ -144,20 +144,27 @@ def test_where_not_even_one_sample_fits_the_error_says_what_would_help(uneven, c
         " unsharded gradients 350 B)."
         " Largest contributors: large (300 B), c (83 B), a (3 B)."
         " Nearest remedy: raise memory_limit to '506 B', or use 4 ranks."
-        " With optimizer states on the host 403 B are needed: SearchSpace(states=('device', 'host'))."
+        " It fits with the states of 1 of 4 units on the host: SearchSpace(states=('device', 'host'))."
     )
     timed = dataclasses.replace(uneven, optimizer=dataclasses.replace(uneven.optimizer, host_s_per_element=1.0))
     hosted = plan(timed, cluster(2), micro_batch_size=1, memory_limit_bytes=410, search_space=ON_HOST)
     assert [unit.name for unit in hosted.units if unit.treatments[0]["states"] == "host"] == ["large", "a", "b", "c"]
-    assert hosted.peak_bytes == 403
     # states, and copies of shards and of their gradients
-    for free_bytes in (206, 205):
+    assert (hosted.peak_bytes, hosted.host_bytes, hosted.host_limit_bytes) == (403, 206, None)
+    for free_bytes, host_bytes in ((206, 206), (205, 204), (200, 200)):
         free = dataclasses.replace(cluster(2), host_memory_bytes=free_bytes)
-        refused = (
-            contextlib.nullcontext() if free_bytes == 206 else pytest.raises(InfeasibleError, match="206 B of its mem")
-        )
-        with refused:
-            plan(timed, free, micro_batch_size=1, memory_limit_bytes=410, search_space=ON_HOST)
+        found = plan(timed, free, micro_batch_size=1, memory_limit_bytes=410, search_space=ON_HOST)
+        assert (found.peak_bytes, found.host_bytes) == (506 - host_bytes // 2, host_bytes)
+        assert found.host_limit_bytes == free_bytes
+    lacking = "for which a rank needs 200 B of its host's memory, and may take 199 B: 1 B are lacking. Use smaller"
+    options = {"micro_batch_size": 1, "memory_limit_bytes": 410}
+    with pytest.raises(InfeasibleError, match=lacking):
+        plan(timed, free, host_limit_bytes=199, search_space=ON_HOST, **options)
+    # 154.6 s with states on the device, and 12.5 elements
+    with pytest.raises(InfeasibleError, match=r"of 1 of 4 units on the host, 1\.08x slower: Search"):
+        plan(timed, cluster(2), **options)
+    with pytest.raises(InfeasibleError, match="it would fit, for which a rank needs 200 B of the host's memory, and"):
+        plan(timed, cluster(2), host_limit_bytes=199, **options)
     with pytest.raises(InfeasibleError, match=r"needs at least 403 B .* Nearest remedy: [^.]*\.$"):
         plan(timed, cluster(2), micro_batch_size=1, memory_limit_bytes=400, search_space=ON_HOST)
     plan(uneven, cluster(2), micro_batch_size=1, memory_limit_bytes=506)

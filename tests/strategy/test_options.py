@@ -44,6 +44,8 @@ def test_limits_are_bytes_or_a_share_of_what_is_free():
         ({"memory_limit": "lots"}, "such as '8GiB' or '500MB', got 'lots'"),
         ({"memory_limit": -1}, "at least one byte, got -1"),
         ({"memory_limit": 24}, 'is 24 B, a number without a unit being bytes. Pass a text such as "24GiB", or "24B"'),
+        ({"host_memory_limit": 24}, "host_memory_limit=24 is 24 B, a number without a unit being bytes. Pass a text"),
+        ({"host_memory_limit": "half"}, "such as '8GiB' or '500MB', got 'half'"),
         ({"memory_limit": "0%"}, "more than 0% and at most 100% of the free memory, got '0%'"),
         ({"memory_limit": "101%"}, "more than 0% and at most 100% of the free memory, got '101%'"),
         ({"plan": "none/osdp_plan.json"}, "got 'none/osdp_plan.json', which does not exist"),

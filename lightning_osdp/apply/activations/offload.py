@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from lightning_osdp.apply.internals import dtensors, gathering
 from lightning_osdp.engine import BLOCKS_IN_FLIGHT
+from lightning_osdp.engine.layout import pinned_bytes
 
 
 class CopyStream:
@@ -101,7 +102,7 @@ class HostMemory:
 
     def taken_bytes(self, num_bytes: int) -> int:
         """Bytes of host memory that a tensor takes: torch's allocator rounds pinned memory up to a power of two."""
-        return 1 << (num_bytes - 1).bit_length() if num_bytes and self.device.type == "cuda" else num_bytes
+        return pinned_bytes(num_bytes) if self.device.type == "cuda" else num_bytes
 
     def add(self, num_bytes: int) -> None:
         """Counts bytes that are added to the host, or removed if negative."""

@@ -80,6 +80,8 @@ class LeastSeconds:
     """
 
     def __init__(self, setting: Setting, choices: Sequence[str], *, memory_limit_bytes: int) -> None:
+        if setting.host_room_bytes is not None:  # other units than these may have room on the host
+            setting = dataclasses.replace(setting, host_room_bytes=None)
         profile, cluster = setting.profile, setting.cluster
         moves = bool(setting.moving) or any("moves" in mode for mode in setting.modes)
         self._is_known = not (moves or setting.is_paper)

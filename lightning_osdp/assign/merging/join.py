@@ -131,7 +131,7 @@ def _join(
         tried_s = tried[0].costs.step_time_s(tried[1])
         if tried_s >= time_s * (1 - _WORTH_JOINING):
             break
-        if tried[0].costs.exact_peak_bytes(tried[1]) <= memory_limit_bytes:
+        if tried[0].costs.fits(tried[1], memory_limit_bytes):
             return *tried, tried_s
         count //= 2
     return setting, modes, time_s

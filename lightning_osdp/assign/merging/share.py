@@ -106,7 +106,7 @@ def _share(
         tried = in_other_units(setting, modes, ("shared", *last, "", *moving), make, dict.fromkeys(last, mode))
         if tried is not None and tried[0].costs.step_time_s(tried[1]) >= before_s * (1 - NO_GAIN):
             break
-        if tried is not None and tried[0].costs.exact_peak_bytes(tried[1]) <= memory_limit_bytes:
+        if tried is not None and tried[0].costs.fits(tried[1], memory_limit_bytes):
             best, fits = tried, count
         else:
             fails = count

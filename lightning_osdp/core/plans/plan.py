@@ -216,6 +216,11 @@ class Plan:
     """Bytes by which the peak would be lower with logits and loss in `core.profile.CHUNKS` chunks."""
     evaluation_peak_bytes: int = 0
     """Predicted peak while the model is evaluated in batches of ``micro_batch_size`` samples per rank."""
+    host_bytes: int = 0
+    """Predicted memory of the host that a rank takes for states that are there, with copies of shards and gradients,
+    and for what blocks offload."""
+    host_limit_bytes: int | None = None
+    """Most of that under which the plan was chosen; None where there was no limit, or the plan takes nothing."""
     notes: tuple[str, ...] = ()
     node_size: int | None = None
     """Ranks of one node, which follow each other; None: all are in one."""
@@ -347,6 +352,7 @@ def _summary(plan: Plan) -> str:
     if plan.step_time_s > 0:
         share = plan.peak_bytes / plan.memory_limit_bytes
         memory = f"{format_bytes(plan.peak_bytes)} of {limit} ({share:.1%}) predicted per rank"
+        memory += f", {format_bytes(plan.host_bytes)} on the host" if plan.host_bytes else ""
         step = f"{format_seconds(plan.step_time_s)} predicted, {three_digits(plan.samples_per_s)} samples/s"
         gap = f"{plan.gap:.2%} at most to the fastest plan in the search space" if plan.solver else "not predicted"
     else:

@@ -130,15 +130,19 @@ def with_note(plan: Plan, device: torch.device) -> Plan:
 
 def _given_plan(module: pl.LightningModule, options: Options) -> Plan:
     """Reads the user's plan and checks that it fits model, ranks and options."""
-    given, memory_limit_bytes = options.plan, options.memory_limit_bytes
+    given = options.plan
     plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
     plan.check_matches(fingerprint(module), world_size=module.trainer.world_size, node_size=options.node_size)
     check_accumulates_in_fp32(plan, options, str(module.trainer.precision))
-    if memory_limit_bytes is not None and plan.peak_bytes > memory_limit_bytes:
-        raise ConfigurationError(
-            f"Expected a plan that fits memory_limit={format_bytes(memory_limit_bytes)}, got one that is predicted to"
-            f" take {format_bytes(plan.peak_bytes)}. Leave memory_limit out, or plan anew by leaving out plan."
-        )
+    for name, limit_bytes, taken_bytes in (
+        ("memory_limit", options.memory_limit_bytes, plan.peak_bytes),
+        ("host_memory_limit", options.host_memory_limit_bytes, plan.host_bytes),
+    ):
+        if limit_bytes is not None and taken_bytes > limit_bytes:
+            raise ConfigurationError(
+                f"Expected a plan that fits {name}={format_bytes(limit_bytes)}, got one that is predicted to take"
+                f" {format_bytes(taken_bytes)}. Leave {name} out, or plan anew by leaving out plan."
+            )
     return plan
 
 
@@ -198,6 +202,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         request = PlanRequest(
             cluster=cluster,
             memory_limit_bytes=_limit_bytes(options, free_bytes, device),
+            host_limit_bytes=_host_limit_bytes(options, cluster, device),
             limit_varies=options.memory_limit_bytes is None,
             search_space=_search_space(options, str(trainer.precision)),
             method=PlanMethod(
@@ -370,6 +375,24 @@ def _limit_bytes(options: Options, free_bytes: int, device: torch.device) -> int
             " memory; leave memory_limit out to plan for what is there."
         )
     return memory_limit_bytes
+
+
+def _host_limit_bytes(options: Options, cluster: Cluster, device: torch.device) -> int | None:
+    """Most memory of the host that a rank may take; warns if it is more than what is free.
+
+    On CPU there is one memory, of which a part is that of the device where the user says how much.
+    """
+    given_bytes, free_bytes = options.host_memory_limit_bytes, cluster.host_memory_bytes
+    if free_bytes is None:
+        return given_bytes
+    if device.type == "cpu":
+        free_bytes = max(0, free_bytes - (options.memory_limit_bytes or 0))
+    if given_bytes is not None and given_bytes > free_bytes:
+        rank_zero_warn(
+            f"OSDP: host_memory_limit is {format_bytes(given_bytes)}, more than {format_bytes(free_bytes)}, the rank's"
+            " share of what is free on its machine. Training may run out of memory there."
+        )
+    return free_bytes if given_bytes is None else given_bytes
 
 
 def _search_space(options: Options, precision: str) -> SearchSpace:

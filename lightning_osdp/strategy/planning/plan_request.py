@@ -27,6 +27,7 @@ class PlanRequest:
 
     cluster: Cluster
     memory_limit_bytes: int
+    host_limit_bytes: int | None
     limit_varies: bool
     """True if the limit is a share of the memory that happens to be free."""
     search_space: SearchSpace
@@ -48,6 +49,7 @@ class PlanRequest:
             profile,
             self.cluster,
             memory_limit_bytes=self.memory_limit_bytes,
+            host_limit_bytes=self.host_limit_bytes,
             micro_batch_size=policy,
             search_space=self.search_space,
             method=self.method,
@@ -63,18 +65,27 @@ class PlanRequest:
             why = next(filter(None, self._differences(plan, profile, policy)), "")
             if why:
                 return why
-            judged = judge_plan(plan, profile, self.cluster, memory_limit_bytes=self.memory_limit_bytes)
+            judged = judge_plan(
+                plan,
+                profile,
+                self.cluster,
+                memory_limit_bytes=self.memory_limit_bytes,
+                host_limit_bytes=self.host_limit_bytes,
+            )
         except (PlanFormatError, ConfigurationError) as error:
             return str(error).removesuffix(".")
         parameter_bytes = {unit.name: unit.parameter_bytes for unit in judged.units}
         # 0 in a plan that was written by hand
         if any(unit.parameter_bytes not in (0, parameter_bytes[unit.name]) for unit in plan.units):
             return "its units gather parameters in another precision"
-        if judged.peak_bytes > self.memory_limit_bytes:
-            return (
-                f"it is predicted to take {format_bytes(judged.peak_bytes)}, more than memory_limit"
-                f" {format_bytes(self.memory_limit_bytes)}"
-            )
+        for name, taken_bytes, limit_bytes in (
+            ("memory_limit", judged.peak_bytes, self.memory_limit_bytes),
+            ("host_memory_limit", judged.host_bytes, self.host_limit_bytes),
+        ):
+            if limit_bytes is not None and taken_bytes > limit_bytes:
+                return (
+                    f"it is predicted to take {format_bytes(taken_bytes)}, more than {name} {format_bytes(limit_bytes)}"
+                )
         return judged
 
     def _differences(self, plan: Plan, profile: ModelProfile, policy: BatchPolicy) -> Iterator[str]:

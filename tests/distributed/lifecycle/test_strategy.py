@@ -272,6 +272,9 @@ def given_plans():
         "memory_limit": failure(
             lambda: fitted(OSDPStrategy(plan=plan, memory_limit=f"{plan.peak_bytes - 1}B"), WideMLP())
         ),
+        "host_memory_limit": failure(
+            lambda: fitted(OSDPStrategy(plan=replace(plan, host_bytes=9), host_memory_limit="8B"), WideMLP())
+        ),
         "accumulated": _accumulated(world_size),
     }
 
@@ -615,6 +618,7 @@ def test_given_plans_are_used_or_refused(ranks, world_size):
     told = f"a plan for {4 * world_size} samples: 1 micro-batches of 4 on each of {world_size} ranks"
     assert told in found["global_batch_size"][1]
     assert "Expected a plan that fits memory_limit=" in found["memory_limit"][1]
+    assert "Expected a plan that fits host_memory_limit=8 B, got one that is" in found["host_memory_limit"][1]
     assert found["accumulated"] == 2
 
 
