@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.progress import Progress
+from lightning_osdp.engine import effects_of
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.machines import PUBLISHED_RATES, Machine
 from lightning_osdp.report.sentences import tell_kept, tell_peak
@@ -27,6 +29,7 @@ from lightning_osdp.scheduler import BY_HAND, HandMade, PlanMethod, made_by_hand
 from lightning_osdp.simulation import StepEstimate, simulate
 
 OSDP = "OSDP"
+_WITHOUT_HOST = f"{OSDP} without the host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +41,15 @@ class Estimate:
     machine: Machine
     limit_bytes: int
     """Memory of one rank for tensors."""
+    host_limit_bytes: int | None
+    """Memory of its host that one rank may take; None where all states are on the device."""
     profile: ModelProfile
     tokens: int
     """Tokens of a sample; 0 where they are not known."""
     plan: Plan | None
     """OSDP's plan; None where OSDP was not asked or no plan fits."""
+    on_device: Plan | None
+    """OSDP's plan with all states on the device, where ``plan`` has some on the host; None where none fits."""
     why_not: str
     """Reason why no plan of OSDP's fits, with a remedy; empty where one does."""
     by_hand: Sequence[HandMade]
@@ -69,11 +76,15 @@ class Estimate:
         return None if self.chosen is None else simulate(self.chosen, self.profile, self.machine.cluster)
 
     def compared(self) -> RenderableType:
-        """Table of OSDP's plan above the strategies by hand."""
-        plans: list[HandMade | Plan] = [*([] if self.plan is None else [self.plan]), *self.by_hand]
+        """Table of OSDP's plan, and the one without the host, above the strategies by hand."""
+        rows = [_row(each.name, each, self.plan) for each in self.by_hand]
+        if self.plan is not None and self.plan.host_bytes:
+            rows.insert(0, _row(_WITHOUT_HOST, self.on_device, self.plan))
+        if self.plan is not None:
+            rows.insert(0, _row(OSDP, self.plan, self.plan))
         gain = () if self.plan is None else ("OSDP over it",)
         headings = ("micro-batch", "step", "samples/s", *gain, "peak")
-        return table({"": "left", **dict.fromkeys(headings, "right")}, [_row(each, self.plan) for each in plans])
+        return table({"": "left", **dict.fromkeys(headings, "right")}, rows)
 
     def sentences(self) -> Iterator[str]:
         """Sentences on the time and the memory of the chosen plan."""
@@ -100,6 +111,14 @@ class Estimate:
         yield f"CUDA's allocator reserves {format_bytes(step.reserved_bytes)} for that, besides what fragments."
         recomputing = f", {len(plan.blocks)} blocks do not keep what they save for backward" if plan.blocks else ""
         yield f"Between forward and backward it keeps {tell_kept(plan)}{recomputing}."
+        if self.plan is not None and self.host_limit_bytes is not None:
+            updated = [unit for unit in plan.units if unit.gradient_bytes]
+            hosted = sum(any(effects_of(each).updates_on_host for each in unit.treatments) for unit in updated)
+            yield (
+                f"The host updates {hosted} of {len(updated)} units, for which it takes"
+                f" {format_bytes(plan.host_bytes)} of its memory for each GPU; each may take"
+                f" {format_bytes(self.host_limit_bytes)}."
+            )
         host = self.saving_bytes
         yield (
             f"Validating {plan.micro_batch_size} {'sample' if plan.micro_batch_size == 1 else 'samples'} at once takes"
@@ -138,6 +157,14 @@ class Estimate:
                 "evaluation_bytes": step.evaluation_bytes,
                 "saving_bytes": self.saving_bytes,
             }
+            if self.host_limit_bytes is not None:
+                on_device = self.on_device if plan.host_bytes else plan
+                names = ("micro_batch_size", "num_micro_batches", "step_time_s", "samples_per_s", "peak_bytes")
+                document |= {
+                    "host_bytes": plan.host_bytes,
+                    "host_limit_bytes": self.host_limit_bytes,
+                    "on_device": on_device and {name: getattr(on_device, name) for name in names},
+                }
             if self.tokens:
                 rate = plan.samples_per_s * self.tokens
                 document |= {"tokens_per_s": rate, "tokens_per_s_range": [rate * each for each in PUBLISHED_RATES]}
@@ -193,11 +220,12 @@ class Strategies:
         profile: ModelProfile,
         *,
         limit_bytes: int,
+        host_limit_bytes: int | None,
         policy: BatchPolicy,
         tokens: int,
         progress: Progress,
     ) -> Estimate:
-        """Judges all strategies on one machine."""
+        """Judges all strategies on one machine; OSDP's plan may have states on the host where a limit is given."""
         progress("comparing what people choose by hand", "")
         by_hand = made_by_hand(
             profile,
@@ -207,44 +235,57 @@ class Strategies:
             names=None if self.strategies is None else [name for name in self.strategies if name != OSDP],
             activations=[each for each in self.activations if each != SELECTIVE] or self.activations,
         )
-        plan, why_not = None, ""
+        plan, on_device, why_not = None, None, ""
+        is_free = "keep" in self.activations
+        prescribed = {b.name: each for each in self.activations for b in profile.blocks if each in b.segments}
+
+        def planned(*states: str) -> Plan:
+            return make_plan(
+                profile,
+                machine.cluster,
+                memory_limit_bytes=limit_bytes,
+                host_limit_bytes=host_limit_bytes,
+                micro_batch_size=policy,
+                search_space=SearchSpace(
+                    modes=tuple(NAMED_MODES) if self.stationary else SearchSpace.modes,
+                    states=states,
+                    activations=tuple(self.activations) if is_free else ("keep",),
+                ),
+                method=PlanMethod(blocks=None if is_free else prescribed),
+                progress=progress,
+            )
+
         if self.with_osdp:
-            is_free = "keep" in self.activations
-            prescribed = {b.name: each for each in self.activations for b in profile.blocks if each in b.segments}
             try:
-                plan = make_plan(
-                    profile,
-                    machine.cluster,
-                    memory_limit_bytes=limit_bytes,
-                    micro_batch_size=policy,
-                    search_space=SearchSpace(
-                        modes=tuple(NAMED_MODES) if self.stationary else SearchSpace.modes,
-                        activations=tuple(self.activations) if is_free else ("keep",),
-                    ),
-                    method=PlanMethod(blocks=None if is_free else prescribed),
-                    progress=progress,
-                )
+                plan = planned("device") if host_limit_bytes is None else planned("device", "host")
             except InfeasibleError as error:
                 why_not = str(error)
+        if plan is not None and plan.host_bytes and host_limit_bytes is not None:
+            with suppress(InfeasibleError):  # then the table says so
+                on_device = planned("device")
         return Estimate(
             spec=spec,
             machine=machine,
             limit_bytes=limit_bytes,
+            host_limit_bytes=host_limit_bytes,
             profile=profile,
             tokens=tokens,
             plan=plan,
+            on_device=on_device,
             why_not=why_not,
             by_hand=by_hand,
         )
 
 
-def _row(each: HandMade | Plan, plan: Plan | None) -> tuple[str, ...]:
-    """Cells of one plan or strategy, with the gain of ``plan`` over it where that is given."""
+def _row(name: str, each: HandMade | Plan | None, plan: Plan | None) -> tuple[str, ...]:
+    """Cells of one plan or strategy, if there is one, with the gain of ``plan`` over it where that is given."""
+    if each is None:
+        return (name, "", "does not fit", "", "", "")
     fits = not isinstance(each, HandMade) or each.fits
     is_rival = fits and plan is not None and each is not plan
     gain = () if plan is None else (f"{plan.samples_per_s / each.samples_per_s:.2f}" if is_rival else "",)
     return (
-        each.name if isinstance(each, HandMade) else OSDP,
+        name,
         format_micro_batch(each),
         format_seconds(each.step_time_s) if fits else "does not fit",
         three_digits(each.samples_per_s) if fits else "",

@@ -46,6 +46,7 @@ def estimate(
     activations: str = ",".join(DEFAULT_ACTIVATIONS),
     stationary: bool = False,
     memory: str | None = None,
+    host_memory: str | None = None,
     batch: int | None = None,
     global_batch: int | None = None,
     accumulate: int = 1,
@@ -79,6 +80,8 @@ def estimate(
             last, is what all of them do.
         stationary: whether OSDP may have activations of operators move in place of their weights.
         memory: limit of one rank, as in 70GiB; by default what the device has, less what is not for tensors.
+        host_memory: memory of each host in which OSDP may keep states of the optimizer, as in 256GiB; by default all
+            states are on the devices.
         batch: samples per rank and micro-batch; by default those with the most samples/s.
         global_batch: samples of all ranks in an optimizer step, divided into the fastest micro-batches.
         accumulate: micro-batches of an optimizer step, where no global batch is given.
@@ -92,6 +95,11 @@ def estimate(
         strategies=_names(strategy, str.upper), activations=_names(activations, str.lower) or (), stationary=stationary
     )
     limit_bytes = None if memory is None else parse_bytes(memory)
+    host_bytes = None if host_memory is None else parse_bytes(host_memory)
+    if host_bytes is not None and not ways.with_osdp:
+        raise ConfigurationError(
+            f"Expected OSDP among strategies for host_memory, got {strategy!r}: all others keep states on the device."
+        )
     if out is not None and len(machines) > 1:
         raise ConfigurationError(f"Expected out with one machine, got {len(machines)}: {machine!r}. Ask one by one.")
     written = _FILES if out is not None else ()
@@ -117,20 +125,23 @@ def estimate(
         profiles: dict[str, ModelProfile] = {}  # machines of equal devices share a profile
         estimates = []
         for spec, each in machines.items():
-            if repr(each.rates) not in profiles:
-                profiles[repr(each.rates)] = described_model.profile(
-                    each.rates,
+            rates = each.rates if host_bytes is None else each.rates_with_host
+            if repr(rates) not in profiles:
+                profiles[repr(rates)] = described_model.profile(
+                    rates,
                     precision=precision,
                     activations=ways.profiled,
                     exchanges=stationary,
+                    on_host=host_bytes is not None,
                     progress=progress,
                 )
             estimates.append(
                 ways.estimate(
                     spec,
                     each,
-                    profiles[repr(each.rates)],
+                    profiles[repr(rates)],
                     limit_bytes=limit_bytes or each.memory_bytes,
+                    host_limit_bytes=None if host_bytes is None else host_bytes // each.ranks_per_node,
                     policy=policies[spec],
                     tokens=described_model.tokens,
                     progress=progress,

@@ -257,6 +257,9 @@ class DeviceRates:
     """Bytes per second to and from its memory."""
     is_cuda: bool = False
     """A CUDA device, on which torch's optimizers update all parameters of a group at once (foreach)."""
+    host_bytes_per_s: float | None = None
+    """Bytes per second to and from its host's memory of updates there, beside those of the host's other devices; None
+    if unknown."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops_per_s, Mapping):
@@ -264,6 +267,7 @@ class DeviceRates:
                 f"Expected flops_per_s by dtype, got {self.flops_per_s!r}. Name the dtypes that the model computes in:"
                 f' flops_per_s={{"float32": ..., "bfloat16": {self.flops_per_s!r}}}.'
             )
-        for name, rate in {**self.flops_per_s, "bytes_per_s": self.bytes_per_s}.items():
-            if not rate > 0:
+        rates = {**self.flops_per_s, "bytes_per_s": self.bytes_per_s, "host_bytes_per_s": self.host_bytes_per_s}
+        for name, rate in rates.items():
+            if rate is not None and not rate > 0:
                 raise ConfigurationError(f"Expected rates of a device to be positive, got {rate!r} for {name!r}.")

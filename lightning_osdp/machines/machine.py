@@ -28,6 +28,9 @@ CONTEXT_MIB = 1536
 PUBLISHED_RATES = (0.72, 1.16)
 """Least and most throughput of eager steps that others measured on GPUs, over what the catalog's rates predict of them
 (``docs/research/gpus/published.md``)."""
+_HOST_BYTES_PER_S = 1e11
+"""Bytes per second to and from a host's memory that updates of all its ranks reach together. [Assumption, not a
+measurement: a quarter of what eight channels of DDR4-3200 on each of two sockets have.]"""
 _HOST_STEP_S = 2e-5
 """Seconds of a step of a ring of hosts over TCP, whatever they tell each other. [Assumption, not a measurement.]"""
 _KERNELS_S = 5e-5
@@ -121,6 +124,11 @@ class Machine:
             bytes_per_s=self.device.memory_gb_per_s * 1e9 * self.device.memory_reached,
             is_cuda=True,
         )
+
+    @property
+    def rates_with_host(self) -> DeviceRates:
+        """Rates of a device and of its share of the host, whose ranks all update at once."""
+        return replace(self.rates, host_bytes_per_s=_HOST_BYTES_PER_S / self.ranks_per_node)
 
     @property
     def cluster(self) -> Cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ def profile_optimizers(
 
     The module is not touched: ``configure`` sees a copy whose parameters are on the meta device. The step is timed, or
     its seconds follow from its operations and ``rates`` of another device. ``on_host`` has it timed on the host, too,
-    where that can be: not by rates, for they are of no host.
+    where that can be, or its seconds there follow from rates that are those of a host as well.
 
     Raises:
         ConfigurationError: an optimizer cannot train shards.
@@ -79,8 +79,12 @@ def profile_optimizers(
     for optimizer in optimizers:
         check_supported(optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    on_host = on_host and rates is None and all(map(can_update_on_host, optimizers))
-    host_s = _host_s_per_element(optimizers) if on_host and device.type != "cpu" else None
+    on_host = on_host and all(map(can_update_on_host, optimizers))
+    host_s = None
+    if on_host and rates is not None and rates.host_bytes_per_s is not None:
+        host_s = _host_s_per_element(optimizers, replace(rates, bytes_per_s=rates.host_bytes_per_s))
+    elif on_host and rates is None and device.type != "cpu":
+        host_s = _host_s_per_element(optimizers, None)
     if device.type == "cuda" or (rates is not None and rates.is_cuda):
         for group in groups:  # torch's choice on CUDA where the user makes none
             if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
@@ -103,7 +107,7 @@ def profile_optimizers(
             pairs |= _turn_pairs(probe)
     profile = OptimizerProfile(
         s_per_element=s_per_element,
-        host_s_per_element=s_per_element if on_host and device.type == "cpu" else host_s,
+        host_s_per_element=s_per_element if on_host and rates is None and device.type == "cpu" else host_s,
         fixed_s=fixed_s,
         is_foreach=is_foreach,
         temporaries=front(pairs),
@@ -112,13 +116,13 @@ def profile_optimizers(
     return profile, optimized
 
 
-def _host_s_per_element(optimizers: Sequence[Optimizer]) -> float:
+def _host_s_per_element(optimizers: Sequence[Optimizer], rates: DeviceRates | None) -> float:
     """Seconds per element of steps on the host of a GPU, where groups compute in torch's fused way if they may."""
     host = torch.device("cpu")
     with fused_on_host(optimizers):
         room = _SAMPLE_ELEMENTS[host.type]
         samples = [_Sample(optimizer, host, partial(_sampled, room=room)) for optimizer in optimizers]
-        return _seconds(optimizers, samples, host, None)[1]
+        return _seconds(optimizers, samples, host, rates)[1]
 
 
 def _seconds(

@@ -130,6 +130,26 @@ def test_where_nothing_fits_the_exit_code_is_1_with_what_would(towers, run, answ
     assert not json.loads(out)["fits"]
 
 
+def test_what_does_not_fit_on_devices_fits_with_states_on_the_host_or_it_is_told_what_lacks(towers, run, answer):
+    given = (*ARGUMENTS, "--batch", "8", "--strategy", "OSDP")
+    # parameters, two states and gradients of 8398848 elements take 32.04 MiB on each of four devices
+    code, out, err = run(*given, "--memory", "32MiB", "--host_memory", "1GiB")
+    assert (code, err) == (0, "")
+    assert "OSDP without" in out
+    assert "does not fit" in out
+    text = " ".join(out.split())
+    assert "The host updates " in text
+    assert "each may take 256 MiB." in text
+    code, out, _ = run(*given, "--memory", "32MiB", "--host_memory", "1MiB", "--json")
+    lacking = json.loads(out)
+    assert (code, lacking["fits"]) == (1, False)
+    assert "and may take 256 KiB" in lacking["why"]
+    assert "are lacking" in lacking["why"]
+    plenty = answer(*given, "--memory", "1GiB", "--host_memory", "1MiB")
+    assert (plenty["host_bytes"], plenty["host_limit_bytes"]) == (0, 2**18)
+    assert plenty["on_device"]["step_time_s"] == plenty["plan"]["step_time_s"]
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -160,6 +180,8 @@ def test_where_nothing_fits_the_exit_code_is_1_with_what_would(towers, run, answ
         ({"--settings": '{"height": 3}'}, "height"),
         ({"--precision": "8-true"}, "bf16-mixed"),
         ({"--memory": "much"}, "GiB"),
+        ({"--host_memory": "much"}, "GiB"),
+        ({"--host_memory": "1GiB", "--strategy": "FULL_SHARD"}, "Expected OSDP among strategies for host_memory"),
         ({"--batch": "0"}, "at least one"),
         ({"--data": "towers:nothing"}, "nothing"),
         ({"--strategy": "DDP"}, "SHARD_GRAD_OP"),

@@ -74,9 +74,20 @@ def test_updates_on_the_host_are_profiled_where_it_can_make_them(make, can):
     assert found().host_s_per_element is None
     profile = found(on_host=True)
     assert profile.host_s_per_element == (profile.s_per_element if can else None)
-    assert (
-        found(on_host=True, rates=DeviceRates(flops_per_s={"float32": 1e9}, bytes_per_s=1e9)).host_s_per_element is None
-    )
+    rates = DeviceRates(flops_per_s={"float32": 1e9}, bytes_per_s=1e9)
+    assert found(on_host=True, rates=rates).host_s_per_element is None  # they are of no host
+
+
+def test_seconds_on_a_host_that_is_not_there_are_those_of_its_bytes():
+    rates = DeviceRates(flops_per_s={"float32": 1e15}, bytes_per_s=1e12, is_cuda=True, host_bytes_per_s=1e9)
+    for make, num_bytes in ((AdamW, 28), (lambda p: SGD(p, lr=0.1), 12), (Adagrad, None)):
+        found, _ = profile_optimizers(
+            nn.Linear(256, 256), lambda m, make=make: [make(m.parameters())], CPU, on_host=True, rates=rates
+        )
+        # it reads parameters, gradients and states, and writes all but gradients
+        seconds = found.host_s_per_element
+        assert seconds == (None if num_bytes is None else pytest.approx(num_bytes / 1e9, rel=0.01))
+        assert num_bytes is None or seconds > found.s_per_element
 
 
 def test_the_host_of_a_gpu_steps_fused_where_the_user_leaves_that_to_torch(monkeypatch):
@@ -84,7 +95,7 @@ def test_the_host_of_a_gpu_steps_fused_where_the_user_leaves_that_to_torch(monke
     made = [AdamW(parameters), AdamW(parameters, foreach=False)]
     seen = []
     monkeypatch.setattr(optimizer, "fastest_s", lambda step, *_, **__: seen.append(step.__self__.optimizer) or 1.0)
-    optimizer._host_s_per_element(made)
+    optimizer._host_s_per_element(made, None)
     assert [each.param_groups[0]["fused"] for each in seen] == [True, True, None, None]
     assert [each.param_groups[0]["fused"] for each in made] == [None, None]
 

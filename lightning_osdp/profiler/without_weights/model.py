@@ -64,6 +64,7 @@ class DescribedModel:
         precision: str = "bf16-mixed",
         activations: Sequence[str] = DEFAULT_ACTIVATIONS,
         exchanges: bool = False,
+        on_host: bool = False,
         progress: Progress = silent,
     ) -> ModelProfile:
         """Profile of the model by the rates of a device, see `profile_model`.
@@ -98,5 +99,6 @@ class DescribedModel:
             rates=rates,
             activations=activations,
             exchanges=exchanges,
+            on_host=on_host,
             progress=progress,
         )

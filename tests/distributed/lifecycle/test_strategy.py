@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import warnings
+from dataclasses import replace
 from unittest import mock
 
 import lightning as L
