@@ -197,7 +197,7 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
         spare_bytes = (fits + fails) / 2
     offered = {axis for options in costs.options for mode in options for axis in mode}
     for axis, value in _OF_ROOT.items():
-        if axis not in offered:
+        if axis not in offered or all(mode[axis] != value for mode in setting.modes):
             continue
         found = tuple(
             mode.but(**{axis: value}) if unit.is_root else mode for unit, mode in zip(setting.units, modes, strict=True)

@@ -94,6 +94,7 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
     block = blocks[0].name if blocks else ""
     planned = planned_activations(plan, profile).get(block, KEEP)
     space = plan.search_space
+    places = {*space.states, *(each["states"] for each in unit.treatments)}  # frozen units have theirs on the device
     usual = {*SearchSpace().saves, *space.saves, *(each.activations for each in plan.blocks)}
     choices = [KEEP, *(choice for choice in blocks[0].segments if choice in usual)] if blocks else [KEEP]
 
@@ -113,7 +114,10 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
             step_time_s=estimate.time_s,
             peak_bytes=estimate.peak.peak_bytes,
             spare_bytes=plan.memory_limit_bytes - estimate.peak.peak_bytes,
-            is_offered={*changed.modes} <= {*space.modes} and changed.sync in space.sync and choice in space.saves,
+            is_offered={*changed.modes} <= {*space.modes}
+            and changed.sync in space.sync
+            and {each["states"] for each in changed.treatments} <= places
+            and choice in space.saves,
         )
 
     ways = product(_treatments(plan, unit, profile, cluster), choices)

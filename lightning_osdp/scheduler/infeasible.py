@@ -68,7 +68,7 @@ def why_host_lacks(sweep: Sweep, micro_batch_size: int, host_limit_bytes: int, n
     It states the least that was found.
     """
     setting, limit_bytes = sweep.smallest(micro_batch_size), sweep.competition.memory_limit_bytes
-    modes = _fewest_on_host(setting, limit_bytes)
+    modes = _fewest_on_host(setting, limit_bytes) if "device" in sweep.competition.space.states else None
     least_bytes = 0 if modes is None else setting.costs.host_bytes(modes)
     if host_limit_bytes < least_bytes < needed_bytes:
         needed_bytes = least_bytes

@@ -93,7 +93,8 @@ def make_plan(
         progress: called with each micro-batch size that is tried, and the best samples/s so far.
 
     Raises:
-        ConfigurationError: no such block, a number of samples below 1, or a limit below 1 or of 2^63 bytes or more.
+        ConfigurationError: no such block, a number of samples below 1, a limit below 1 or of 2^63 bytes or more, or all
+            states are to be on the host, which cannot update them or was not profiled.
         InfeasibleError: no plan fits; the text says what would.
     """
     if not 1 <= memory_limit_bytes < 2**63:
@@ -101,6 +102,13 @@ def make_plan(
             f"memory_limit_bytes must be at least 1 and less than 2^63, got {shown(memory_limit_bytes)}."
         )
     space, method = search_space or SearchSpace(), method or PlanMethod()
+    if "device" not in space.states and (method.cost_model == "paper" or profile.optimizer.host_s_per_element is None):
+        raise ConfigurationError(
+            "Expected states that can all be on the host, for cpu_offload=True or SearchSpace(states=('host',)): those"
+            " of an optimizer of torch.optim but Adagrad, without capturable=True or differentiable=True, without a"
+            " weight average on the device, and not with cost_model='paper'. Offer the device, too, as in"
+            " SearchSpace(states=('device', 'host')), or leave both out."
+        )
     policy = micro_batch_size if isinstance(micro_batch_size, BatchPolicy) else BatchPolicy.fixed(micro_batch_size)
     smallest, profile = min(policy.micro_batch_sizes, default=1), space.of(profile)
     first = Setting(
@@ -140,7 +148,7 @@ def make_plan(
     most_samples_per_s, needed_bytes = sweep.most_samples_per_s, best.host_bytes
     if host_limit_bytes is not None and needed_bytes > host_limit_bytes:
         within = sweep_in(host_limit_bytes)
-        best = within.best()
+        best = within.best() if "device" in space.states else None
         if best is None or best.host_bytes > host_limit_bytes:
             raise InfeasibleError(why_host_lacks(sweep, smallest, host_limit_bytes, needed_bytes))
         sweep = within

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.strategies import FSDPStrategy
-from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision
 
 from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.plan import COST_MODELS, Plan
@@ -37,8 +37,6 @@ _PLANNED = {
     "auto_wrap_policy": "the plan's units say what is sharded together; pass a plan of your own with plan=",
     "device_mesh": "the plan shards over all ranks",
     "process_group": "the plan shards over all ranks",
-    "cpu_offload": "search_space=SearchSpace(states=('device', 'host')) has the plan keep optimizer states on the host"
-    " as far as memory_limit asks for it",
     "ignored_modules": "the plan covers every parameter",
     "ignored_states": "the plan covers every parameter",
     "device_id": "the strategy uses each rank's own device",
@@ -187,6 +185,25 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
             f"mixed_precision must be None or a MixedPrecision of torch.distributed.fsdp, got {precision!r}."
             " To train in mixed precision, use precision= of the Trainer."
         )
+
+
+def pop_cpu_offload(fsdp_kwargs: dict[str, Any], search_space: SearchSpace) -> SearchSpace:
+    """Removes ``cpu_offload``; where it is set, all states are to be on the host.
+
+    Raises:
+        ConfigurationError: it is wrong, or the search space says something else of the host.
+    """
+    value = fsdp_kwargs.pop("cpu_offload", None)
+    if not isinstance(value, (bool, CPUOffload, type(None))):
+        raise ConfigurationError(f"cpu_offload must be None, True, False or a CPUOffload, got {value!r}.")
+    if not (value.offload_params if isinstance(value, CPUOffload) else value):
+        return search_space
+    if "host" in search_space.states:
+        raise ConfigurationError(
+            "Expected cpu_offload=True, which has all states of optimizers on the host, or 'host' in"
+            " SearchSpace(states=...), which has there what memory_limit asks for, got both. Leave one of them out."
+        )
+    return replace(search_space, states=("host",))
 
 
 def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> FSDP2:

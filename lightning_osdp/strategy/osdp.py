@@ -36,7 +36,7 @@ from lightning_osdp.strategy.checkpointing import averaging, entries, load, savi
 from lightning_osdp.strategy.checkpointing.entries import Generators
 from lightning_osdp.strategy.dry_run import plan_that_fits
 from lightning_osdp.strategy.longer_batches import LongerBatches, longer_batches_of
-from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
+from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_cpu_offload, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
 from lightning_osdp.strategy.racing import Racing, race_of
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
@@ -102,6 +102,8 @@ class OSDPStrategy(FSDPStrategy):
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
         **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``, as far as ``fully_shard`` has a counterpart.
+            ``cpu_offload=True`` has the host update all that is trained, with optimizer states in the host's memory;
+            shards of parameters and of gradients stay on the device.
 
     Raises:
         ConfigurationError: an option cannot be used, or the plan decides what one of ``fsdp_kwargs`` asks for.
@@ -134,13 +136,17 @@ class OSDPStrategy(FSDPStrategy):
         **fsdp_kwargs: Any,
     ) -> None:
         check_fsdp_kwargs(fsdp_kwargs)
+        if search_space is None:
+            search_space = SearchSpace()
+        if isinstance(search_space, SearchSpace):  # else it is refused below
+            search_space = pop_cpu_offload(fsdp_kwargs, search_space)
         options = Options(
             memory_limit=memory_limit,
             host_memory_limit=host_memory_limit,
             plan=plan,
             batch_size=batch_size,
             search=search,
-            search_space=SearchSpace() if search_space is None else search_space,
+            search_space=search_space,
             cost_model=cost_model,
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
@@ -160,9 +166,7 @@ class OSDPStrategy(FSDPStrategy):
         self._loading: load.Loading | None = None  # the checkpoint that the Trainer restores
         self.census: Census | None = None  # tensors alive when fit began, on CPU, where live tensors are counted
         # LightningCLI leaves out arguments that are given here: the plan decides them.
-        super().__init__(
-            cpu_offload=None, auto_wrap_policy=None, sharding_strategy="FULL_SHARD", device_mesh=None, **fsdp_kwargs
-        )
+        super().__init__(auto_wrap_policy=None, sharding_strategy="FULL_SHARD", device_mesh=None, **fsdp_kwargs)
         fully_shard_arguments({**self.kwargs, "mixed_precision": self.mixed_precision})  # raises before any setup
 
     @property

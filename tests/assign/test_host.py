@@ -13,7 +13,7 @@ from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.cost import Workload, host_bytes, more_optimizer_s
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.engine.layout import owned_elements
-from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.search import SOLVERS
 from tests.steps import TWO_NODES, filled_beside_all, numbers_of_all, step_of
@@ -130,6 +130,26 @@ def test_the_root_has_states_on_the_device_where_they_fit_and_bounds_know(settin
         assert assigned.bound_s <= min(time_s for time_s, peak, _ in assignments if peak <= limit_bytes) * (1 + 1e-9)
         roots.append(filled.modes[0])
     assert (roots[0], roots[-1]) == (host, DP)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_all_states_are_on_the_host_where_no_other_place_is_offered(setting, overlaps):
+    root = {"name": "", "parameter_bytes": 400, "activation_bytes_per_sample": 100, "forward_s_per_sample": 0.1}
+    found = given(setting, [root, *OPERATORS[:2], {**OPERATORS[2], "frozen": True}], overlaps=overlaps)
+    options = {"micro_batch_size": 1, "engine": found.engine, "memory_limit_bytes": 10**6}
+    alone = SearchSpace(min_unit_bytes=0, states=("host",))
+    plan = make_plan(found.profile, found.cluster, search_space=alone, **options)
+    assert all(
+        each["states"] == ("host" if unit.gradient_bytes else "device")
+        for unit in plan.units
+        for each in unit.treatments
+    )
+    assert plan.host_bytes == 16 * (400 + 800 + 800) // 4 // 2
+    with pytest.raises(InfeasibleError, match=r"needs 3\.91 KiB of its host.s memory, .* 3\.81 KiB: 100 B are"):
+        make_plan(found.profile, found.cluster, search_space=alone, host_limit_bytes=3900, **options)
+    untimed = dataclasses.replace(found.profile, optimizer=OptimizerProfile(s_per_element=1e-3))
+    with pytest.raises(ConfigurationError, match="Expected states that can all be on the host, for cpu_offload=True"):
+        make_plan(untimed, found.cluster, search_space=alone, **options)
 
 
 # ---- two limits

@@ -72,9 +72,6 @@ def test_only_what_is_sharded_in_the_node_synchronises_there(modes):
     assert SearchSpace(modes=(*modes, "HDP"), sync=("node",)).sync == ("node",)
 
 
-def test_a_plan_may_leave_states_on_the_device():
+def test_states_are_on_the_device_unless_the_host_is_named():
     assert (SearchSpace().states, SearchSpace(states=["device", "host"]).states) == (("device",), ("device", "host"))
-    with pytest.raises(
-        ConfigurationError, match=r"must have 'device' among them, got \('host',\): the host updates as"
-    ):
-        SearchSpace(states=("host",))
+    assert SearchSpace(states=("host",)).states == ("host",)

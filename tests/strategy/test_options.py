@@ -3,12 +3,12 @@
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from torch.distributed.fsdp import BackwardPrefetch
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 
 import lightning_osdp
 from lightning_osdp import ConfigurationError, OSDPStrategy, SearchSpace
 from lightning_osdp.engine import FSDP2
-from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
+from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_cpu_offload, pop_prefetch
 
 
 def test_importing_registers_the_strategy_by_name():
@@ -85,7 +85,6 @@ def test_options_that_cannot_be_used_are_refused(given, text):
         ("sharding_strategy", "SHARD_GRAD_OP", "search_space=SearchSpace(modes=...)"),
         ("auto_wrap_policy", {torch.nn.Linear}, "pass a plan of your own with plan="),
         ("device_mesh", (1, 2), "shards over all ranks"),
-        ("cpu_offload", True, "SearchSpace(states=('device', 'host')) has the plan keep"),
         ("ignored_modules", [torch.nn.Linear(1, 1)], "covers every parameter"),
         ("ignored_states", torch.ones(3), "covers every parameter"),
     ],
@@ -106,6 +105,24 @@ def test_other_arguments_reach_fsdp():
     strategy = OSDPStrategy(state_dict_type="sharded", sync_module_states=True, cpu_offload=False)
     assert strategy._state_dict_type == "sharded"
     assert strategy.kwargs == {"sync_module_states": True, "use_orig_params": True}
+
+
+def test_offloading_to_the_cpu_has_all_states_on_the_host():
+    for value, states in (
+        (None, ("device",)),
+        (False, ("device",)),
+        (CPUOffload(), ("device",)),
+        (True, ("host",)),
+        (CPUOffload(offload_params=True), ("host",)),
+    ):
+        given = {"cpu_offload": value, "other": 1}
+        assert pop_cpu_offload(given, SearchSpace(slices=(1,))) == SearchSpace(slices=(1,), states=states)
+        assert given == {"other": 1}
+    assert OSDPStrategy(cpu_offload=True)._units.options.search_space.states == ("host",)
+    with pytest.raises(ConfigurationError, match="got both"):
+        OSDPStrategy(cpu_offload=True, search_space=SearchSpace(states=("device", "host")))
+    with pytest.raises(ConfigurationError, match="cpu_offload must be None, True, False or a CPUOffload, got 'yes'"):
+        OSDPStrategy(cpu_offload="yes")
 
 
 def test_arguments_that_fully_shard_has_not_are_refused():

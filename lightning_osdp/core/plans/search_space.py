@@ -38,8 +38,8 @@ class SearchSpace:
     """Micro-batches that may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""
     states: tuple[str, ...] = STATES_CHOICES[:1]
-    """Places of what the optimizer keeps of a unit; ``device`` is always among them. ``host``, which is offered only
-    where it is named, has the host update the unit: for models that do not fit else."""
+    """Places of what the optimizer keeps of a unit. ``host``, which is offered only where it is named, has the host
+    update the unit: beside ``device`` where the unit does not fit else, alone wherever anything is trained."""
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""
     activations: tuple[str, ...] = DEFAULT_ACTIVATIONS
@@ -70,11 +70,6 @@ class SearchSpace:
             raise ConfigurationError(
                 f"SearchSpace(activations=...) must have 'keep' among them, got {self.activations!r}. To have blocks"
                 " recompute whatever it costs, use activation_checkpointing_policy."
-            )
-        if "device" not in self.states:
-            raise ConfigurationError(
-                f"SearchSpace(states=...) must have 'device' among them, got {self.states!r}: the host updates as much"
-                " as the memory limit asks for. Lower memory_limit to have more there."
             )
         slices = _members(self.slices)
         if 1 not in slices or not all(_is_whole(number, least=1) for number in slices):

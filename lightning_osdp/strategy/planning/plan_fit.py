@@ -199,6 +199,11 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         policy = allowed if reason is None else user_policy(allowed, current, trainer.world_size, reason)
         free_bytes = cluster.memory_bytes
         assert free_bytes is not None
+        if "device" not in options.search_space.states:
+            rank_zero_info(
+                "OSDP: the host updates all that is trained, and has what the optimizer keeps of it. Shards of"
+                " parameters and of their gradients stay on the device."
+            )
         request = PlanRequest(
             cluster=cluster,
             memory_limit_bytes=_limit_bytes(options, free_bytes, device),

@@ -12,8 +12,8 @@ modules_without_parameters,                         there is one device, the CPU
   module_init_context, configure_model: cuda                                             meta device
 checkpoint_multi_gpus[autowrap_2x],                 the plan takes the place of        the refusal, and all stages
   [autowrap_use_orig_params]                          policies                           with a plan's units
-strategy_cpu_offload, sharding_strategy,            the plan decides                   the refusals
-  hybrid_shard_configuration
+sharding_strategy, hybrid_shard_configuration       the plan decides                   the refusals
+strategy_cpu_offload                                states alone are on the host       that they are
 use_orig_params,                                    fully_shard has no flat            the refusal
   invalid_parameters_in_optimizer[False]              parameters
 save_checkpoint_path_exists: shards beside          a folder is moved to its name      the refusal
@@ -502,11 +502,6 @@ def test_modules_may_be_made_by_the_trainer_without_a_warning():
         ("process_group", [(mock.Mock(), mock.Mock())], "the plan shards over all ranks"),
         ("device_mesh", [mock.Mock(), (2, 2)], "the plan shards over all ranks"),
         ("auto_wrap_policy", POLICIES, "the plan's units say what is sharded together"),
-        (
-            "cpu_offload",
-            [True, CPUOffload(offload_params=True), CPUOffload()],
-            "has the plan keep optimizer states on the host",
-        ),
         ("use_orig_params", [False], "needs use_orig_params=True"),
         ("state_dict_type", ["invalid", None], "must be one of"),
     ],
@@ -521,6 +516,8 @@ def test_arguments_that_have_one_are_taken():
     config = MixedPrecision(param_dtype=torch.bfloat16)
     assert OSDPStrategy(mixed_precision=config).mixed_precision_config == config
     assert OSDPStrategy().kwargs["use_orig_params"]
+    for offloads in (True, CPUOffload(offload_params=True)):
+        assert OSDPStrategy(cpu_offload=offloads)._units.options.search_space.states == ("host",)
     for policy in POLICIES:
         kwargs = OSDPStrategy(activation_checkpointing_policy=policy)._activation_checkpointing_kwargs
         assert isinstance(kwargs["auto_wrap_policy"], ModuleWrapPolicy)

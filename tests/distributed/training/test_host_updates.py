@@ -354,16 +354,24 @@ def custom():
         told = None
     except OSDPError as error:
         told = str(error)
+    refused = failure(lambda: fitted(OSDPStrategy(cpu_offload=True), Module()))
+    offloaded = fitted(OSDPStrategy(cpu_offload=True), WideMLP("adamw"), max_steps=2)
+    host, parameters = offloaded.strategy._sharded.host, [*offloaded.strategy.lightning_module.parameters()]
+    held = all(map(host.holds, parameters)), offloaded.strategy.plan.host_bytes
     space = SearchSpace(min_unit_bytes=1024, states=("device", "host"))
     notes = [
         fitted(OSDPStrategy(search_space=space), module, max_steps=1, callbacks=callbacks).strategy.plan.notes
         for module, callbacks in ((Module(), []), (WideMLP("adamw"), [EMAWeightAveraging()]))
     ]
-    return told, *notes
+    return told, refused, held, *notes
 
 
 def test_optimizers_that_the_host_cannot_step_stay_on_the_device(ranks):
-    for told, notes, averaged in ranks(2).run(custom):
+    parameter_bytes = sum(p.nbytes for p in WideMLP().parameters())
+    for told, refused, held, notes, averaged in ranks(2).run(custom):
+        assert refused[0] == "ConfigurationError"
+        assert "Expected states that can all be on the host, for cpu_offload=True" in refused[1]
+        assert held == (True, pytest.approx(4 * parameter_bytes / 2, rel=0.01))
         assert "for a plan with states on the host, got Own." in told
         assert any(
             "all states of optimizers stay on the device: on the host those of torch.optim" in each for each in notes
