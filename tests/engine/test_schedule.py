@@ -230,7 +230,7 @@ QUARTERS = [[each for each in HALF if (each[0] == each[1]) == is_equal] for is_e
 """Settings that modes have in turn; in all of them any three settings have all their values."""
 
 
-@pytest.mark.parametrize("case", but_slow(CASES, slow=[case for case in CASES if "frozen" in case]))
+@pytest.mark.parametrize("case", but_slow(CASES, slow=[case for case in CASES if "frozen" in case or case == "plain"]))
 @pytest.mark.parametrize(
     ("by_block", "settings"),
     [(True, QUARTERS), slow(True, [SETTINGS]), slow(False, [SETTINGS])],

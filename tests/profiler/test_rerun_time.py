@@ -128,7 +128,7 @@ def run_and_run_again(block):
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("Llama", (8, 7)), ("Gpt2", (5, 4)), ("Gpt2WithDropout", (6, 6)), ("Outputs", (2, 2))],
+    [slow("Llama", (8, 7)), slow("Gpt2", (5, 4)), ("Gpt2WithDropout", (6, 6)), ("Outputs", (2, 2))],
 )
 def test_products_that_run_again_are_those_that_torch_runs_again(kind, expected):
     model = Model(kind)

@@ -252,7 +252,8 @@ def test_blocks_at_levels_train_bit_for_bit_as_blocks_that_keep_everything(ranks
         assert set(found.values()) == {0.0}, found
 
 
-@pytest.mark.parametrize("is_mixed", [slow(False), True], ids=["float32", "autocast"])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["float32", "autocast"])
 def test_experts_at_levels(ranks, is_mixed):
     for found in ranks(2).run(experts_at_levels, is_mixed=is_mixed):
         assert {difference for difference, _ in found.values()} == {0.0}

@@ -22,7 +22,6 @@ from tests.distributed.support.fits import (
     trainer,
 )
 from tests.distributed.support.models import GPT, WideMLP
-from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -166,9 +165,10 @@ def saved_by_users():
     return largest_difference(*shadows), refused
 
 
+@pytest.mark.slow  # tests/distributed/stationary/test_training.py compares averages with DDP's, too
 @pytest.mark.parametrize(
     ("world_size", "modes", "again"),
-    [(2, "mixed", "exponential"), slow(2, "mixed", "all alike"), *(slow(4, "all", name) for name in AVERAGES)],
+    [(2, "mixed", "exponential"), (2, "mixed", "all alike"), *((4, "all", name) for name in AVERAGES)],
 )
 def test_averages_are_those_under_ddp_also_resumed_and_fitted_again(ranks, world_size, modes, again):
     for found in ranks(world_size).run(averages, modes=modes, again=again):

@@ -84,7 +84,8 @@ def test_gradients_clipped_by_norm_equal_one_process(ranks, name, world_size):
     assert found["ddp"] < 1e-7
 
 
-@pytest.mark.parametrize("world_size", [2, slow(4)])
+@pytest.mark.slow  # test_joined.py has such units
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_blocks_that_share_a_unit_equal_ddp_and_one_process(ranks, world_size):
     found = mixed(ranks, world_size, name="gpt", optimizer="adamw", dtype="float64", shares=True)
     assert found["units"] == ["", "tokens", "blocks.1"]  # the embedding and the first block are one unit

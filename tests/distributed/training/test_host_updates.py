@@ -366,6 +366,7 @@ def custom():
     return told, refused, held, *notes
 
 
+@pytest.mark.slow
 def test_optimizers_that_the_host_cannot_step_stay_on_the_device(ranks):
     parameter_bytes = sum(p.nbytes for p in WideMLP().parameters())
     for told, refused, held, notes, averaged in ranks(2).run(custom):

@@ -355,7 +355,8 @@ def test_where_gradients_are_reduced_at_other_times_training_is_equal_within_rou
             check(each, most_apart=1e-12)
 
 
-@pytest.mark.parametrize("goes_on", [False, slow(True)])
+@pytest.mark.slow  # tests/strategy/test_racing.py says which fits have a race
+@pytest.mark.parametrize("goes_on", [False, True])
 def test_a_fit_that_ends_in_a_race_is_resumed_and_one_that_has_had_a_race_has_no_other(ranks, goes_on):
     for found, later in ranks(2).run(resumes, goes_on=goes_on):
         assert found == {

@@ -209,6 +209,7 @@ def test_a_unit_inside_what_is_compiled_whole_is_refused(ranks):
         )
 
 
+@pytest.mark.slow
 def test_checkpoints_of_compiled_models_are_those_of_ddp(ranks):
     assert max(ranks(2).run(resumed)[0]) < TOLERANCE
 

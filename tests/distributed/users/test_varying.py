@@ -177,6 +177,7 @@ def test_micro_batches_as_large_as_the_data_and_limits_in_percent(ranks):
         assert rank or "is all that a rank has of the training data" in told
 
 
+@pytest.mark.slow
 def test_lora_keeps_its_limit(ranks):
     for found in ranks(2).run(adapted):
         assert len({predicted for _, predicted, _ in found}) > 1

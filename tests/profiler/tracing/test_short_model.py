@@ -143,6 +143,7 @@ FOLDED = {
 
 SLOW_FOLDED = [
     "plain",
+    "a bias for all",
     "pairs",
     "two runs",
     "deep",
