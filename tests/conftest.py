@@ -60,6 +60,7 @@ class StatedOperator(OperatorProfile):
     activation_bytes_per_sample: float = 0.0
     forward_workspace_bytes_per_sample: float = 0.0
     backward_workspace_bytes_per_sample: float = 0.0
+    ending_bytes_per_sample: float | None = None
 
     @property
     def segment(self):
@@ -70,6 +71,7 @@ class StatedOperator(OperatorProfile):
             saved_bytes=Affine(0.0, self.activation_bytes_per_sample),
             forward_workspace_bytes=Affine(0.0, self.forward_workspace_bytes_per_sample),
             backward_workspace_bytes=Affine(0.0, self.backward_workspace_bytes_per_sample),
+            ending_bytes=None if self.ending_bytes_per_sample is None else Affine(0.0, self.ending_bytes_per_sample),
         )
 
 

@@ -17,6 +17,8 @@ from lightning_osdp.core.text.stored import Stored
 
 Span = tuple[int, int]
 """First and last segment of one call of a module, both included."""
+ALIVE_BYTES = ("settled_bytes", "ending_bytes", "passed_bytes")
+"""Fields of `Segment` with all live tensors, saved or not."""
 CHUNKS = 8
 """Chunks of a loss: with more, the rest of it hardly matters."""
 
@@ -142,7 +144,8 @@ class Segment:
     handed_bytes: Affine = ZERO
     """Bytes of other live tensors when its forward has run, with which the next segment begins."""
     backward_workspace_bytes: Affine = ZERO
-    """Most bytes of other live tensors while its backward runs, the operator's own gradients apart."""
+    """Most bytes of other live tensors while its backward runs, the operator's own gradients apart, until these are
+    complete; where it makes none, to the end."""
     rerun_workspace_bytes: Affine = ZERO
     """Most bytes of other live tensors while its forward runs again in backward."""
     made_again_bytes: Affine = ZERO
@@ -153,9 +156,19 @@ class Segment:
     """Most bytes of live tensors beside parameters, buffers and batch while its forward runs without gradients."""
     settled_bytes: Affine | None = None
     """Live tensors, saved or not, once the operator's gradients are complete; None where it makes none."""
+    ending_bytes: Affine | None = None
+    """Most live tensors, saved or not, from then on to the end of its backward, such as that of what is between the
+    operator before and this one: gradients may have been reduced by then. None as in `settled_bytes`."""
     passed_bytes: Affine | None = None
     """Live tensors, saved or not, once its backward is over, the gradient for the segment before included; None where
     they are not known."""
+
+    def behind(self, more: Affine) -> Segment:
+        """Segment before which so many bytes more are saved."""
+        if more == ZERO:
+            return self
+        alive = {name: getattr(self, name) for name in ALIVE_BYTES}
+        return replace(self, **{name: known + more for name, known in alive.items() if known is not None})
 
 
 class Rerun(NamedTuple):
@@ -293,9 +306,8 @@ def in_chunks(profile: ModelProfile) -> ModelProfile:
         return profile
     *before, last, loss = profile.segments
     logits = last.handed_bytes * (1 - 1 / CHUNKS)
-    settled, passed = last.settled_bytes, loss.passed_bytes
-    if settled is not None:
-        settled = settled.less(logits)
+    alive, passed = (last.settled_bytes, last.ending_bytes), loss.passed_bytes
+    settled, ending = (None if each is None else each.less(logits) for each in alive)
     if passed is not None:  # with all that was saved before
         saved = sum((segment.saved_bytes for segment in (*before, last)), ZERO)
         passed = saved + (passed - saved) * (1 / CHUNKS)
@@ -305,6 +317,7 @@ def in_chunks(profile: ModelProfile) -> ModelProfile:
         backward_workspace_bytes=last.backward_workspace_bytes.less(logits),
         handed_bytes=last.handed_bytes - logits,
         settled_bytes=settled,
+        ending_bytes=ending,
     )
     loss = replace(
         loss,

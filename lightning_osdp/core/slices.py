@@ -179,6 +179,7 @@ def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine, slice
                     segment.forward_workspace_bytes, (besides + products).less(segment.saved_bytes)
                 ),
                 settled_bytes=None if settled is None else (settled + x_again + y + part).less(gradient),
+                ending_bytes=None,
                 passed_bytes=between,
                 evaluation_bytes=_most(segment.evaluation_bytes, x + products),
                 **timed,
@@ -192,6 +193,7 @@ def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine, slice
                 backward_workspace_bytes=workspace if index or settled is not None else _most(workspace, to_the_end),
                 rerun_workspace_bytes=segment.rerun_workspace_bytes,
                 settled_bytes=None if settled is None else settled + part + (x_again + y if index else ZERO),
+                ending_bytes=None if index else segment.ending_bytes,
                 passed_bytes=between if index else segment.passed_bytes,
                 evaluation_bytes=_least(segment.evaluation_bytes, x + products),
                 **timed,

@@ -45,21 +45,21 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
         for end, letter in enumerate(name):
             if letter == "." and name[:end] in modules:
                 modules[name[:end]].append(name)
-    fewer = ZERO
-    """Bytes that the blocks so far do not save and would have saved with ``keep``."""
+    more = ZERO
+    """Bytes that the blocks so far save beyond those that they would have saved with ``keep``."""
     for block in (block for block in profile.blocks if block.name in chosen):
         (first, last), choice = block.span, chosen[block.name]
-        segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) : first]]
+        segments += [segment.behind(more) for segment in profile.segments[len(segments) : first]]
         effects = block_effects(block, choice)
-        inside = [_beginning_with_less(segment, fewer) for segment in block.segments[choice]]
+        inside = [segment.behind(more) for segment in block.segments[choice]]
         segments += list(_with_recomputed(profile, block, choice, inside)) if effects.reruns else inside
-        fewer += freed_bytes(profile, block, choice)
+        more -= freed_bytes(profile, block, choice)
         if effects.reruns:
             segments[last] = replace(segments[last], backward_s=segments[last].backward_s + effects.rerun_s)
             rerun[block.name] = Rerun(block.span, block.reruns_early, tuple(modules[block.name]))
         if effects.copied_bytes != ZERO:
             copied.append((block.span, effects.copied_bytes))
-    segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) :]]
+    segments += [segment.behind(more) for segment in profile.segments[len(segments) :]]
     segments = _saved_once(segments, profile, chosen)
     return replace(
         profile, segments=tuple(segments), blocks=(), crossings=(), rerun=_outermost(rerun), copied=tuple(copied)
@@ -119,11 +119,10 @@ def _saved_once(segments: Sequence[Segment], profile: ModelProfile, chosen: Mapp
             more[index] -= crossing.num_bytes
         if saving and min(saving) not in having:
             more[min(saving)] += crossing.num_bytes
-    fewer = ZERO
-    found = []
+    so_far, found = ZERO, []
     for segment, here in zip(segments, more, strict=True):
-        fewer -= here
-        moved = _beginning_with_less(segment, fewer)
+        so_far += here
+        moved = segment.behind(so_far)
         found.append(moved if here == ZERO else replace(moved, saved_bytes=segment.saved_bytes + here))
     return found
 
@@ -163,16 +162,6 @@ def _check(profile: ModelProfile, chosen: Mapping[str, str]) -> None:
                 f"Expected block {name!r} to be one that was profiled with activations={choice!r}, got those of"
                 f" {[block.name for block in profile.blocks if choice in block.segments]}."
             )
-
-
-def _beginning_with_less(segment: Segment, fewer: Affine) -> Segment:
-    """Segment before which ``fewer`` bytes less are saved."""
-    if fewer == ZERO:
-        return segment
-    settled, passed = (
-        None if alive is None else alive - fewer for alive in (segment.settled_bytes, segment.passed_bytes)
-    )
-    return replace(segment, settled_bytes=settled, passed_bytes=passed)
 
 
 def stays_bytes(block: BlockProfile, choice: str) -> Affine:

@@ -114,18 +114,16 @@ def with_exchanges(step: Step, exchanges: Sequence[Exchange]) -> ModelProfile:
     segments = []
     for index, segment in enumerate(step.profile.segments):
         own, own_saved = beside.get(index, _Beside()), saved.get(segment.operator, 0.0) if index in beside else 0.0
-        alive = {name: getattr(segment, name) for name in ("settled_bytes", "passed_bytes")}
-        changed = {name: num_bytes + Affine(more) for name, num_bytes in alive.items() if num_bytes is not None}
+        behind = segment.behind(Affine(more))
         segments.append(
             replace(
-                segment,
+                behind,
                 saved_bytes=segment.saved_bytes + Affine(own_saved),
                 forward_workspace_bytes=segment.forward_workspace_bytes + Affine(own.forward),
                 backward_workspace_bytes=segment.backward_workspace_bytes + Affine(own.backward),
-                **changed,
             )
-            if more or index in beside
-            else segment
+            if index in beside
+            else behind
         )
         more += own_saved
     return replace(step.profile, segments=tuple(segments))

@@ -322,6 +322,9 @@ class LiveParts:
     def _release(self, index: int) -> None:
         segment = self.profile.segments[index]
         self._add("activations", -segment.saved_bytes.at(self.samples))
+        if segment.ending_bytes is not None:
+            beside = segment.ending_bytes.at(self.samples) - self.parts["activations"]
+            self._observe("backward", segment.operator, "workspace", beside)
         self.is_over = index == 0
         passed = segment.passed_bytes
         # the gradient that it hands on: its own saved tensors are gone

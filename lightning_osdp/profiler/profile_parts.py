@@ -15,6 +15,7 @@ from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.axes import LEVELS, SELECTIVE
 from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import (
+    ALIVE_BYTES,
     BlockProfile,
     Crossing,
     Cut,
@@ -251,8 +252,7 @@ def _segment_bytes(at: Mapping[int, Activations], saved_before: Mapping[int, int
 
     return {
         **{name: _affine({size: getattr(part, name) for size, part in at.items()}) for name in _AFFINE_BYTES},
-        "settled_bytes": alive("settled_bytes"),
-        "passed_bytes": alive("passed_bytes"),
+        **{name: alive(name) for name in ALIVE_BYTES},
     }
 
 

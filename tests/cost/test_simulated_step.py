@@ -35,6 +35,12 @@ def steps(draw):
         }
         for name in names[draw(st.integers(0, 1)) :]
     ]
+    saved_bytes = 0
+    for made in operators:
+        beside = draw(st.sampled_from([None, 0, 500]))
+        if beside is not None:
+            made["ending_bytes_per_sample"] = saved_bytes + beside
+        saved_bytes += made["activation_bytes_per_sample"] if made["name"] else 0
     fields = {
         f"loss_{what}_bytes_per_sample": draw(num_bytes)
         for what in ("activation", "forward_workspace", "backward_workspace")
@@ -196,6 +202,8 @@ class Simulation:
             for u in [u for u in self.order if self.units[u].first == i > self.trained_from]:
                 self.reduce(u)
             self.bytes["saved"] -= segment.saved_bytes.at(self.samples)
+            if segment.ending_bytes is not None:
+                self.look(segment.ending_bytes.at(self.samples) - self.bytes["saved"])
         # nothing tells that backward is through with these
         for u in [0, *sorted(u for u in self.order if self.units[u].first <= self.trained_from)]:
             self.reduce(u)

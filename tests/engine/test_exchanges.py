@@ -227,13 +227,14 @@ def test_activations_of_all_ranks_live_as_long_as_they_are_needed(step, kind, sa
 def test_totals_behind_it_count_what_it_saves(step):
     found = step()
     segments = [
-        dataclasses.replace(each, settled_bytes=Affine(500.0), passed_bytes=Affine(600.0))
+        dataclasses.replace(each, settled_bytes=Affine(500.0), ending_bytes=Affine(700.0), passed_bytes=Affine(600.0))
         for each in found.profile.segments
     ]
     found = dataclasses.replace(found, profile=dataclasses.replace(found.profile, segments=tuple(segments)))
     changed = in_modes(found, MODES).profile.segments
     more = 3 * 96 * 2
     assert [each.settled_bytes.at(2) for each in changed] == [500, 500, 500 + more, 500 + more]
+    assert [each.ending_bytes.at(2) for each in changed] == [700, 700, 700 + more, 700 + more]
     assert [each.passed_bytes.at(2) for each in changed] == [600, 600, 600 + more, 600 + more]
 
 

@@ -190,6 +190,19 @@ def test_backward_gathers_beside_the_gradient_that_is_handed_on():
     assert (most.phase, most.operator, most.parts["workspace"]) == ("backward", "m0", handed)
 
 
+def test_the_end_of_backward_is_beside_what_the_reduction_has_left():
+    w, ending = ROWS * (COLUMNS + 1) * 4, 1e6
+    profile = linears(4, 4, saved=1000.0)
+    segments = list(profile.segments)
+    segments[3] = replace(segments[3], ending_bytes=Affine(ending))
+    engine = FSDP2(backward_prefetch="none")
+    found, bound = moments(replace(profile, segments=tuple(segments)), ZDP, engine, world_size=2)
+    most = max(found, key=lambda moment: moment.num_bytes)
+    assert (most.phase, most.operator, most.parts["workspace"]) == ("backward", "m3", ending - 3000)
+    # shards and optimizer state 9, of three units reduced gradients, and of m3 what was sent and received
+    assert most.num_bytes == bound.peak_bytes == 9 * w + 3 * w / 2 + 2 * w + ending
+
+
 def test_one_rank_copies_its_shards_too():
     w = ROWS * (COLUMNS + 1) * 4
     for mode, kept in ((ZDP, 1), (DP, NUM_UNITS)):

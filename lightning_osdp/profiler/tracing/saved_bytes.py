@@ -48,16 +48,19 @@ class Activations:
     handed_bytes: int = 0
     """Live bytes at the end of forward beside parameters, batch and everything saved so far."""
     backward_workspace_bytes: int = 0
-    """Most live bytes in backward beside parameters, batch, everything saved so far and gradients of parameters."""
+    """Most live bytes in backward beside parameters, batch, everything saved so far and gradients of parameters, until
+    the gradients of the segment's operator are complete; to the end where it makes none."""
     rerun_workspace_bytes: int = 0
     """Most live bytes while the segment runs again in backward, beside parameters, batch, saved tensors and gradients
     that are complete."""
     evaluation_bytes: int = 0
     """Most live bytes beside parameters and batch when forward runs without gradients."""
     settled_bytes: int | None = None
-    """Live bytes beside parameters, batch and gradients of parameters when the segment's last gradient is complete,
-    less the bytes saved by the segment and those before it. The number may be negative, and does not depend on how many
-    segments there are before."""
+    """Live bytes beside parameters, batch and gradients of parameters when the gradients of the segment's operator are
+    complete, less the bytes saved by the segment and those before it. The number may be negative, and does not depend
+    on how many segments there are before."""
+    ending_bytes: int | None = None
+    """Most live bytes, counted like `settled_bytes`, from then on to the end of the segment's backward."""
     passed_bytes: int | None = None
     """Live bytes, counted like `settled_bytes`, when the segment's backward is over."""
     is_read: bool = False
@@ -117,12 +120,13 @@ class _Follower:
             for parameter in child.parameters(recurse=False):
                 self.reads.note(parameter, segments.get(name, ()))
         self.made_in = [*(by_name[name] for name in calls.sequence), []]
+        own = (module.get_submodule(name).parameters(recurse=False) for name in calls.sequence)
+        self.owned = [*(set(map(id, parameters)) for parameters in own), set[int]()]
+        """Ids of the parameters of each segment's operator."""
         self.gradients: dict[Tensor, int] = {}
         """Parameters whose gradients may be alive -> the segment that made the gradient."""
         self.dropped: set[Tensor] = set()
         """Parameters whose gradients were freed."""
-        self.gone: set[Tensor] = set()
-        """Parameters whose gradients were freed before the present segment."""
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Books a tensor that lives until backward; hook on every tensor that autograd saves."""
@@ -207,37 +211,52 @@ class _Follower:
             part.handed_bytes = max(0, self.live.current_bytes - self.static_bytes - self.total_saved)
             self.saved_before[now] = self.total_saved
         else:
-            peak_bytes = self.live.peak_bytes - self.static_bytes - self.saved_before[now]
             if self.position.is_running_again:
-                beside = peak_bytes - self._gradient_bytes(self.gone)
-                part.rerun_workspace_bytes = max(part.rerun_workspace_bytes, beside)
-            # The plan counts a gradient from the first segment that makes it on; a gradient made earlier is workspace.
-            for parameter in self.made_in[now]:
-                if parameter not in self.gone:
-                    self.gradients.setdefault(parameter, now)
-            beside = peak_bytes - self._gradient_bytes()
-            part.backward_workspace_bytes = max(part.backward_workspace_bytes, beside)
+                part.rerun_workspace_bytes = max(part.rerun_workspace_bytes, self._peak_bytes())
+            self._book_backward(part)
             if not self.position.is_running_again:
                 part.passed_bytes = self._unsaved_bytes()
-            self.gone = set(self.dropped)
-            self.gradients = {p: made_in for p, made_in in self.gradients.items() if p not in self.gone}
         self.live.reset_peak()
 
     def drop(self, parameter: Tensor) -> None:
         """Frees a gradient that is complete: the plan counts gradients itself, and here they would add up."""
+        part = self.parts[self.position.now]
+        self._book_backward(part)
         parameter.grad = None
+        self.gradients.pop(parameter, None)
         self.dropped.add(parameter)
-        self.parts[self.position.now].settled_bytes = self._unsaved_bytes()
+        if id(parameter) in self.owned[self.position.now]:  # the operator's last gradient, until another one comes
+            part.backward_workspace_bytes = max(part.backward_workspace_bytes, part.ending_bytes or 0)
+            part.settled_bytes, part.ending_bytes = self._unsaved_bytes(), None
+        self.live.reset_peak()
 
-    def _gradient_bytes(self, without: Collection[Tensor] = ()) -> int:
-        """Bytes of gradients that this segment and the segments behind it have made."""
+    def _book_backward(self, part: Activations) -> None:
+        """Books the peak since the last call to backward before or after the operator's gradients were complete.
+
+        The plan counts a gradient from the first segment that makes it on; a gradient made earlier is workspace.
+        """
         now = self.position.now
-        return sum(p.nbytes for p, made_in in self.gradients.items() if made_in >= now and p not in without)
+        for parameter in self.made_in[now]:
+            if parameter not in self.dropped:
+                self.gradients.setdefault(parameter, now)
+        beside = self._peak_bytes()
+        if part.settled_bytes is None:
+            part.backward_workspace_bytes = max(part.backward_workspace_bytes, beside)
+        else:
+            part.ending_bytes = beside if part.ending_bytes is None else max(part.ending_bytes, beside)
+
+    def _peak_bytes(self) -> int:
+        """Peak since the last call, like `_unsaved_bytes`."""
+        return self.live.peak_bytes - self.static_bytes - self.saved_before[self.position.now] - self._gradient_bytes()
+
+    def _gradient_bytes(self) -> int:
+        """Bytes of gradients that this segment and the segments behind it have made."""
+        return sum(p.nbytes for p, made_in in self.gradients.items() if made_in >= self.position.now)
 
     def _unsaved_bytes(self) -> int:
         """Live bytes in backward without gradients, and without bytes saved by this segment and the segments before."""
         saved = sum(part.saved_bytes for part in self.parts[: self.position.now + 1])
-        return self.live.current_bytes - self.static_bytes - saved - self._gradient_bytes(self.dropped)
+        return self.live.current_bytes - self.static_bytes - saved - self._gradient_bytes()
 
 
 class _Reads(TorchDispatchMode):

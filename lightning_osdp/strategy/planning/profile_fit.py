@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply import check_initializable
 from lightning_osdp.callbacks.peak import elements_in
+from lightning_osdp.core.affine import ZERO
 from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
@@ -464,8 +465,14 @@ def _sets(module: nn.Module, hook: str, name: str) -> bool:
 def unsharded_bytes(model: ModelProfile, num_samples: int) -> int:
     """Bytes of an unsharded step without optimizer: parameters, gradients, saved activations and a workspace."""
     states = sum(operator.parameter_bytes + operator.trainable_bytes for operator in model)
-    workspaces = (
-        max(segment.forward_workspace_bytes.at(num_samples), segment.backward_workspace_bytes.at(num_samples))
+    saved = model.saved_bytes
+    alive = (
+        of.at(num_samples)
         for segment in model.segments
+        for of in (
+            saved + segment.forward_workspace_bytes,
+            saved + segment.backward_workspace_bytes,
+            segment.ending_bytes or ZERO,
+        )
     )
-    return round(states + model.saved_bytes.at(num_samples) + max(workspaces))
+    return round(states + max(alive))

@@ -16,14 +16,14 @@ import dataclasses
 import pytest
 
 from benchmarks.families import build
-from benchmarks.measures.accuracy.memory import ANY_RATES
+from benchmarks.measures.accuracy.memory import ANY_RATES, FREE
 from benchmarks.testbed.groups import counted_group, fake_group, simulated_group
 from benchmarks.testbed.memory import PHASES, WARM_UP_STEPS, count_step
 from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.simulated import SimulatedLinks
-from lightning_osdp import Cluster, SearchSpace, make_plan, profile_model
+from lightning_osdp import Cluster, SearchSpace, make_plan, profile_model, simulate
 from lightning_osdp.core.cluster import Link
-from tests.benchmarks.testbed.linears import LAYER_BYTES, Linears, plan_for_linears
+from tests.benchmarks.testbed.linears import LAYER_BYTES, WIDTH, Linears, plan_for_linears
 
 
 def like_gloo(world_size):
@@ -88,6 +88,35 @@ def test_units_that_move_activations_are_counted_as_predicted():
     with counted_group(4):
         counted = count_step(build("tiny"), plan).peak_bytes
     assert plan.peak_bytes == pytest.approx(counted, rel=0.01)
+
+
+LOSS_BYTES = 64
+"""Most bytes of the loss, and of the numbers of steps that the optimizer keeps."""
+
+
+class Between(Linears):
+    """Layers with most of the activations between the last two."""
+
+    def loss(self, batch):
+        first, second, last = self.layers
+        wide = second(first(batch[0])).repeat(1, 8).tanh()
+        # mse_loss allocates all of its summands for the loss, which live as long in a trace
+        return (last(wide.view(-1, 8, WIDTH).mean(1)) - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("units", [["layers.0", "layers.1", "layers.2"], []], ids=["reduced", "not reduced"])
+def test_backward_of_what_is_before_a_layer_is_counted_as_predicted(units):
+    """Runs when the layer's gradients are complete: the layer's unit is reduced by then, or the root's is not."""
+    num_samples = 96
+    profile = profile_model(Between(), Between().batch(num_samples), rates=ANY_RATES)
+    plan = plan_of(Between(), dict.fromkeys(units, "ZDP"), world_size=2, micro_batch_size=num_samples)
+    cluster = Cluster(world_size=2, all_gather=FREE, reduce_scatter=FREE, reduce_scatter_copies=True)
+    predicted = simulate(plan, profile, cluster).peak
+    with counted_group(2):
+        counted = count_step(Between(), plan)
+    assert counted.peak_bytes == counted.phases["backward"]
+    assert (predicted.phase, predicted.operator) == ("backward", "layers.2")
+    assert predicted.peak_bytes == pytest.approx(counted.peak_bytes, abs=LOSS_BYTES)
 
 
 @pytest.mark.slow

@@ -341,6 +341,8 @@ def transformers_gpt2(limit_bytes):
     return found
 
 
+LOSSES_BYTES = 512
+"""Most bytes of losses that are alive, of all steps that are counted, with what Lightning logs of them."""
 ONE, TWO = [(1, "every")], [(1, "every"), (2, "last"), (2, "every")]
 """Micro-batches in a step, and which of them reduce."""
 EVERY_KIND = "mixed, offload first"
@@ -431,9 +433,9 @@ def test_blocks_at_levels_train_as_ddp_in_the_memory_that_is_predicted(ranks, wo
     for found in ranks(world_size).run(planned_at_levels, limits=limits, **options):
         for plan, peak_bytes, from_ddp, from_keeping in found:
             assert any(block.kept for block in plan.blocks)
-            # at most 2% more is predicted than counted, and 1% less
-            assert plan.peak_bytes / 1.02 <= peak_bytes <= plan.peak_bytes / 0.99
-            assert peak_bytes <= plan.memory_limit_bytes * 1.001  # losses, of a few bytes, are not predicted
+            # at most 2% more is predicted than counted, and no less, but for losses, which are not predicted
+            assert plan.peak_bytes / 1.02 <= peak_bytes <= plan.peak_bytes + LOSSES_BYTES
+            assert plan.peak_bytes <= plan.memory_limit_bytes
             assert from_keeping == 0
             assert from_ddp < tolerance
 

@@ -211,6 +211,9 @@ def test_what_is_between_two_operators_is_gone_where_backward_passes_to_the_firs
     )
     a, b = profile.segments[:2]
     assert a.saved_bytes.at(4) == 4 * 4 * 32  # tanh's output, which is b's input
+    # b's gradient is complete: that of b's input is there, the one that tanh makes of it, and tanh's output
+    assert b.ending_bytes.at(4) == pytest.approx(3 * 4 * 4 * 32, abs=2 * LOSS)
+    assert 4 * 32 <= b.backward_workspace_bytes.per_sample <= 4 * (32 + 16)
     # the gradient of a's output is there, and nothing saved but the batch
     assert b.passed_bytes.at(4) == pytest.approx(4 * 4 * 32, abs=2 * LOSS)
 
