@@ -22,7 +22,7 @@ from jsonargparse import auto_cli
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measures.beside_fsdp.baselines import counted
-from benchmarks.measures.beside_fsdp.cases import CONTESTS
+from benchmarks.measures.beside_fsdp.cases import CONTESTS, quick_sections
 from benchmarks.measures.beside_fsdp.contest import section
 from benchmarks.measures.section import PICTURES, kept_in, measured
 
@@ -47,12 +47,13 @@ def main(
         pictures: Folder of the pictures, which need matplotlib; null for none. None are drawn if quick.
         num_rounds: timed steps of each that takes part; the fastest counts. (The first few
             take longer where much memory is gathered and freed.)
-        quick: Whether to go through all of it with a tiny model, few rivals and links that are not shaped.
+        quick: Whether to go through all of it with a tiny model, few rivals and links that are not shaped. Sections
+            that are one and the same then are measured once.
         fresh: Whether to measure again what the file has.
     """
     if name not in CONTESTS:
         raise SystemExit(f"Expected one of {', '.join(CONTESTS)}, got {name!r}.")
-    contests = {key: contest.quick if quick else contest for key, contest in CONTESTS[name].items()}
+    contests = quick_sections(CONTESTS[name]) if quick else CONTESTS[name]
     chosen = [*contests] if sections is None else sections
     unknown = [each for each in chosen if each not in contests]
     if unknown:

@@ -10,8 +10,8 @@ from benchmarks.families import build
 from benchmarks.measures.accuracy.memory import ANY_RATES
 from benchmarks.measures.accuracy.peaks import TOO_HIGH, TOO_LOW
 from benchmarks.measures.beside_fsdp.baselines import counted
-from benchmarks.measures.beside_fsdp.cases import BASE, CONTESTS, HYBRID, Contest, Goal
-from benchmarks.measures.beside_fsdp.contest import named, section, strip, targets
+from benchmarks.measures.beside_fsdp.cases import BASE, CONTESTS, HYBRID, Contest, Goal, quick_sections
+from benchmarks.measures.beside_fsdp.contest import named, section, strip, table, targets
 from benchmarks.measures.section import Results
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
 from benchmarks.testbed.namespaces import why_unavailable
@@ -29,8 +29,7 @@ def test_all_that_fit_take_part(name, tmp_path, capsys):
     output = tmp_path / "results.json"
     program.main(name, output=output, num_rounds=1, quick=True)
     results = json.loads(output.read_text())
-    for key, full in CONTESTS[name].items():
-        contest = full.quick
+    for key, contest in quick_sections(CONTESTS[name]).items():
         if not contest.rates_mbit:
             continue
         rows = results[key]["rows"]
@@ -127,12 +126,16 @@ def test_what_is_gained_is_a_fraction_of_what_running_nothing_again_would_save()
 
     def found(measured_s, free_s=4.0):
         entrants = [{**whole, "free_s": free_s}, entrant("OSDP", measured_s, predicted_s=4.2)]
+        entrants = [{**each, "plan": "", "predicted_bytes": None} for each in entrants]
         row = {"case": {"model": "tiny", "rate_mbit": None}, "base_bytes": 100, "entrants": entrants}
-        return [(each.measured, each.is_met) for each in targets([row], contest=contest) if "gain" in each.name]
+        last = [[*column.cells][-1] for column in table([row], contest=contest).columns]
+        shares = [cell for cell in last if cell.endswith("%") and "." not in cell]  # measured and predicted
+        of_goal = [each for each in targets([row], contest=contest) if "gain" in each.name]
+        return shares, [(each.measured, each.is_met) for each in of_goal]
 
-    assert found(3.6) == [(pytest.approx(0.5), False)]
-    assert found(3.4) == [(pytest.approx(0.75), True)]
-    assert found(3.4, free_s=4.99) == []
+    assert found(3.6) == (["50%", "80%"], [(pytest.approx(0.5), False)])
+    assert found(3.4) == (["75%", "80%"], [(pytest.approx(0.75), True)])
+    assert found(3.4, free_s=4.99) == ([], [])
 
 
 @pytest.fixture(scope="module")

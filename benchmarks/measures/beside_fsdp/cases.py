@@ -66,7 +66,7 @@ class Contest:
 
     @property
     def quick(self) -> Contest:
-        """Contest of a tiny model on links that are not shaped, which takes a minute or two."""
+        """Section with tiny models on links that are not shaped, which takes a minute or two."""
         return replace(
             self,
             models=tuple(dict.fromkeys(_tiny(model) for model in self.models)),
@@ -318,3 +318,12 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
     },
 }
 """Contest -> section -> who takes part in it; a file in ``results`` for each contest."""
+
+
+def quick_sections(contests: Mapping[str, Contest]) -> dict[str, Contest]:
+    """Sections of a contest in quick form, each once: they may differ in nothing but how large they are."""
+    found: dict[str, Contest] = {}
+    for name, contest in contests.items():
+        if contest.quick not in found.values():
+            found[name] = contest.quick
+    return found

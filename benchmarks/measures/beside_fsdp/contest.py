@@ -75,7 +75,7 @@ def section(name: str, contest: Contest, baselines: Baselines, *, num_rounds: in
         name=name,
         cases=on_links_that_can_be_had(cases),
         measure=partial(measure, contest=contest, baselines=baselines),
-        table=partial(table, base=contest.base),
+        table=partial(table, contest=contest),
         targets=partial(targets, contest=contest),
     )
 
@@ -168,8 +168,10 @@ def _counted_bytes(model: str, plan: str) -> int:
         return count_step(build(model), made).peak_bytes
 
 
-def table(rows: Sequence[Row], *, base: str) -> Table:
+def table(rows: Sequence[Row], *, contest: Contest) -> Table:
     """Draws one line for each that took part."""
+    base = contest.base
+    gains = {goal.who: goal.over for goal in contest.goals if goal.least_gain is not None}
     drawn = Table("model", "links", "limit", "who", "b x K", "units", title=f"Samples/s over {base}")
     for column in (
         "peak counted",
@@ -179,6 +181,7 @@ def table(rows: Sequence[Row], *, base: str) -> Table:
         "ratio",
         "predicted",
         "nothing again",
+        *(("gained of that", "predicted") if gains else ()),
         "bound",
         "sent",
         "predicted",
@@ -201,6 +204,10 @@ def table(rows: Sequence[Row], *, base: str) -> Table:
                 "" if entrant["predicted_s"] is None else f"{entrant['predicted_s']:.2f} s",
                 *(_times(ratio(row, entrant, base, of)) for of in ("measured_s", "predicted_s")),
                 _times(_ratio_if_free(row, entrant, base)),
+                *(
+                    _share(gain(row, entrant, gains[entrant["name"]], of)) if entrant["name"] in gains else ""
+                    for of in (("measured_s", "predicted_s") if gains else ())
+                ),
                 _times(bound(row, entrant, base)),
                 format_bytes(sent) if sent else "",
                 _percent(wire, sent) if sent else "",
@@ -234,16 +241,17 @@ def _ratio_if_free(row: Row, entrant: Row, over: str) -> float | None:
     return found
 
 
-def gain(row: Row, entrant: Row, over: str) -> float | None:
+def gain(row: Row, entrant: Row, over: str, of: str = "measured_s") -> float | None:
     """Fraction of what another's steps would be shorter by, if they ran nothing again, by which the entrant's are.
 
-    What running nothing again would save is predicted, all else is measured. None where it would save less than 1%.
+    What running nothing again would save is predicted. None where it would save less than 1%. Arguments are those of
+    `ratio`.
     """
-    measured, other = ratio(row, entrant, over), named(row, over, entrant["limit"])
-    if measured is None or other is None or other.get("free_s") is None:
+    found, other = ratio(row, entrant, over, of), named(row, over, entrant["limit"])
+    if found is None or other is None or other.get("free_s") is None:
         return None
     most = 1 - other["free_s"] / other["predicted_s"]
-    return (1 - 1 / measured) / most if most >= _WORTH else None
+    return (1 - 1 / found) / most if most >= _WORTH else None
 
 
 def bound(row: Row, entrant: Row, over: str) -> float | None:
@@ -364,6 +372,10 @@ def _under(limits: Sequence[float | None]) -> str:
 
 def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
 
 
 def _percent(predicted: float | None, found: float | None) -> str:
