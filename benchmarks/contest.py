@@ -40,7 +40,7 @@ def main(
     """Counts what the others take, measures sections, prints tables and targets, and writes JSON.
 
     Args:
-        name: The contest: accumulation, activations, headline, lora, nodes, splitting or stationary.
+        name: The contest: accumulation, activations, headline, lora, nodes, race, splitting or stationary.
         sections: What to measure of it; null for all.
         output: JSON file; cases that it has already are not measured again. null: the one of this name beside the
             others, or none if quick.

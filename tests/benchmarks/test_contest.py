@@ -72,7 +72,7 @@ def test_nodes_send_each_other_what_they_should(tmp_path):
     [
         (
             ("nothing",),
-            "Expected one of headline, nodes, accumulation, lora, stationary, activations, splitting, got 'nothing'.",
+            "Expected one of headline, nodes, race, accumulation, lora, stationary, activations, splitting, got",
         ),
         (("headline", ["two"]), "Expected sections of headline among one, global, got two."),
     ],

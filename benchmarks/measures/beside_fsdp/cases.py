@@ -56,6 +56,9 @@ class Contest:
     goals: tuple[Goal, ...] = ()
     median: float | None = None
     """Samples/s of OSDP over the best other that are to be reached on the median of all cells; None: nothing is."""
+    misjudged: tuple[float, float] | None = None
+    """Factors of the seconds of computing and of the rate of links that OSDP, which has one space then, is told instead
+    of what was measured. It races from there, and others are all plans of its units. None: it is told the truth."""
     drawn: tuple[str, ...] = ()
     """Names that are in the picture; none: there is no picture."""
 
@@ -182,6 +185,18 @@ _STATIONARY = Contest(
     rivals=(BASE, *AHEAD, DDP),
     spaces={_BY_WEIGHTS: {}, "OSDP": {"modes": [*NAMED_MODES]}},
 )
+_RACE = replace(
+    _HEADLINE,
+    models=("24 x 128", "2 x 768"),
+    rates_mbit=(1000.0,),
+    limits=(1.5,),
+    rivals=(BASE,),
+    division="held",
+    spaces={"OSDP": {}},
+    goals=(),
+    median=None,
+    drawn=(),
+)
 _EVERYWHERE = "OSDP, all blocks recompute"
 _WHOLE = "OSDP, whole blocks"
 _SLICES = tuple(
@@ -217,6 +232,11 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
         ),
         "global": replace(_NODES, division="auto", num_micro_batches=4),
         "one": _NODES,
+    },
+    "race": {
+        # computing is taken for slow, and links for fast, then the reverse
+        "hidden": replace(_RACE, misjudged=(2.0, 3.0)),
+        "waiting": replace(_RACE, misjudged=(1 / 2, 1 / 3)),
     },
     "accumulation": {
         # the user's micro-batches

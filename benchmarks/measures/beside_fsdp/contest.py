@@ -52,6 +52,8 @@ class Case:
     num_rounds: int
     node_size: int | None = None
     """Ranks of a node, which share a link; None: each has its own."""
+    misjudged: tuple[float, float] | None = None
+    """Factors that OSDP is wrong by before it races, see `Contest.misjudged`; None: no race."""
 
 
 def section(name: str, contest: Contest, baselines: Baselines, *, num_rounds: int) -> Section:
@@ -63,6 +65,7 @@ def section(name: str, contest: Contest, baselines: Baselines, *, num_rounds: in
             node_size=contest.node_size,
             rate_mbit=rate_mbit,
             division=contest.division,
+            misjudged=contest.misjudged,
             limits=contest.limits,
             micro_batch_size=contest.micro_batch_size,
             num_micro_batches=contest.num_micro_batches,
@@ -98,6 +101,7 @@ def measure(case: Case, *, contest: Contest, baselines: Baselines) -> dict[str, 
         micro_batch_size=case.micro_batch_size,
         num_micro_batches=case.num_micro_batches,
         division=case.division,
+        misjudged=case.misjudged,
         num_rounds=case.num_rounds,
         node_size=case.node_size,
         ranks_per_host=case.node_size or 1,

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import log
+from math import inf, log
 from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from benchmarks.families import Family, build
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
@@ -25,6 +27,7 @@ from benchmarks.testbed.training import quiet, train
 from lightning_osdp import (
     Cluster,
     ModelProfile,
+    OSDPStrategy,
     PlanMethod,
     SearchSpace,
     make_plan,
@@ -32,11 +35,15 @@ from lightning_osdp import (
     profile_model,
     simulate,
 )
-from lightning_osdp.core.affine import ZERO
+from lightning_osdp.assign import assign_ahead
 from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.profile import Segment
 from lightning_osdp.core.slices import slice_names
+from lightning_osdp.scheduler import ANY_PREFETCH, candidates, judge_plan
+from lightning_osdp.scheduler.planned import plan_of
+from lightning_osdp.scheduler.planning import planned_setting
 from lightning_osdp.simulation.plan import planned_step
 from lightning_osdp.simulation.step import StepEstimate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
@@ -91,6 +98,9 @@ class Entrant:
 
 _Entry: TypeAlias = tuple[str, float | None, Plan, Baseline | None]
 
+_MOST_RACED = 60
+"""Optimizer steps that a race may take."""
+
 
 def on_one_rank(
     *,
@@ -103,6 +113,7 @@ def on_one_rank(
     division: Division,
     num_rounds: int,
     node_size: int | None,
+    misjudged: Sequence[float] | None,
 ) -> list[dict[str, Any]]:
     """Profiles, measures the links, plans for every limit, and takes steps in turns; every rank runs this.
 
@@ -117,6 +128,8 @@ def on_one_rank(
         division: what may be chosen of them.
         num_rounds: timed steps.
         node_size: ranks of a node; None: all are in one.
+        misjudged: factors of the seconds of computing and of the rate of links that OSDP is told, with which it then
+            races; beside it are the plans of the same units, by what it was told and by what is so. None: no race.
 
     Returns:
         Fields of an `Entrant` for each limit and competitor.
@@ -128,14 +141,17 @@ def on_one_rank(
         exchanges = any(STATIONARY.name in fields.get("modes", ()) for fields in spaces.values())
         profile = partial(profile_model, activations=_RECOMPUTING, exchanges=exchanges, together=in_step)
         profiles = [profile(build(model), build(model).batch(size)) for size in samples]
-        entrants: list[Entrant] = []
-        if dist.get_rank() == 0:
-            known = [Baseline(**fields) for fields in baselines]
-            policy = _policy(division, micro_batch_size, num_micro_batches)
-            plans = _Plans(build(model), profiles, cluster, policy, spaces)
-            for limit, limit_bytes in limits:
+        policy = _policy(division, micro_batch_size, num_micro_batches)
+        plans, entrants = _Plans(build(model), profiles, cluster, policy, spaces), list[Entrant]()
+        known = [Baseline(**fields) for fields in baselines]
+        for limit, limit_bytes in limits:
+            told = None if misjudged is None else plans.misjudged(*misjudged)
+            raced = [] if told is None else [*_raced(model, plans, told, limit_bytes)]
+            if dist.get_rank() == 0:
                 fitting = [each for each in known if each.counted_bytes <= limit_bytes]
-                entrants += [plans.entrant(*entry) for entry in plans.entries(fitting, limit, limit_bytes)]
+                searched = plans.searched(limit_bytes) if told is None else raced
+                entries = [*plans.rivals(fitting, limit), *((name, limit, plan, None) for name, plan in searched)]
+                entrants += [plans.entrant(*entry) for entry in entries]
         _give_back()
         return [asdict(entrant) for entrant in _timed(model, entrants, num_rounds)]
 
@@ -169,8 +185,14 @@ class _Plans:
         self._module, self._profiles, self._cluster = module, profiles, cluster
         self._policy, self._spaces = policy, spaces
 
-    def entries(self, fitting: Iterable[Baseline], limit: float | None, limit_bytes: int) -> list[_Entry]:
-        """Entries that take part under a limit."""
+    def misjudged(self, computing: float, links: float) -> _Plans:
+        """Plans as if computing took so many times as long, and links had so many times the bytes/s."""
+        cluster = self._cluster.as_if(self._cluster.world_size, link_rate=links)
+        profiles = [_taking(each, computing=computing) for each in self._profiles]
+        return _Plans(self._module, profiles, cluster, self._policy, self._spaces)
+
+    def rivals(self, fitting: Iterable[Baseline], limit: float | None) -> list[_Entry]:
+        """Entries without OSDP that take part under a limit."""
         best: dict[str, tuple[float, _Entry]] = {}
         for baseline in fitting:
             plan = baseline.plan(
@@ -184,10 +206,34 @@ class _Plans:
             rate = _num_samples(plan) / self._simulated(plan).time_s
             if baseline.name not in best or rate > best[baseline.name][0]:
                 best[baseline.name] = (rate, (baseline.name, limit, plan, baseline))
-        return [
-            *(entry for _, entry in best.values()),
-            *((name, limit, self._searched(space, limit_bytes), None) for name, space in self._spaces.items()),
-        ]
+        return [entry for _, entry in best.values()]
+
+    def searched(self, limit_bytes: int) -> list[tuple[str, Plan]]:
+        """OSDP's plans under a limit, by name."""
+        return [(name, self._searched(space, limit_bytes)) for name, space in self._spaces.items()]
+
+    def with_best_modes(self, plan: Plan, limit_bytes: int) -> Plan:
+        """Plan with the units, slices, blocks and micro-batches of another, with other modes where these are faster."""
+        setting, _ = planned_setting(plan, self._nearest(plan), self._cluster)
+        ahead = setting.engine.all_ahead
+        setting = replace(setting, engine=ahead, least_ahead=ANY_PREFETCH.without_prefetch(ahead))
+        found = assign_ahead(setting, memory_limit_bytes=limit_bytes, search="depth_first", worth_s=inf, floor_s=inf)
+        assert found is not None  # the other fits
+        made = plan_of(found, memory_limit_bytes=limit_bytes, space=plan.search_space)
+        return min(self.judged(plan, limit_bytes), made, key=lambda each: each.step_time_s)
+
+    def around(self, plan: Plan) -> list[tuple[str, Plan]]:
+        """The plan and those that its module could change to, by name."""
+        found = candidates(plan, self._nearest(plan), self._cluster, may_round=True)
+        return [(racer.name, racer.plan) for racer in found]
+
+    def judged(self, plan: Plan, limit_bytes: int) -> Plan:
+        """The plan with these predictions: equal plans are equal then."""
+        return judge_plan(plan, self._nearest(plan), self._cluster, memory_limit_bytes=limit_bytes)
+
+    def telling(self, strategy: OSDPStrategy, plan: Plan) -> _Telling:
+        """Callback that tells a strategy these numbers for a race."""
+        return _Telling(strategy, self._nearest(plan), self._cluster)
 
     def entrant(self, name: str, limit: float | None, plan: Plan, baseline: Baseline | None) -> Entrant:
         """Entrant of a plan, with what is predicted."""
@@ -201,7 +247,7 @@ class _Plans:
             counted_bytes=None if baseline is None else baseline.counted_bytes,
             predicted_bytes=estimate.peak.peak_bytes if is_predicted else None,
             predicted_s=estimate.time_s if is_predicted else None,
-            free_s=simulate(plan, _running_again_in_no_time(self._nearest(plan)), self._cluster).time_s
+            free_s=simulate(plan, _taking(self._nearest(plan), again=0.0), self._cluster).time_s
             if is_predicted
             else None,
             compute_s=estimate.compute_s,
@@ -247,16 +293,75 @@ class _Plans:
         return replace(plan, units=tuple(units))
 
 
-def _running_again_in_no_time(profile: ModelProfile) -> ModelProfile:
+def _taking(profile: ModelProfile, *, computing: float = 1.0, again: float = 1.0) -> ModelProfile:
+    """Profile as if computing took so many times as long, and running forward again so many times as long as that."""
+
+    def taking(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+        return tuple(
+            replace(each, forward_s=each.forward_s * computing, backward_s=each.backward_s * computing)
+            for each in segments
+        )
+
+    rerun, optimizer = computing * again, profile.optimizer
     blocks = (
         replace(
             block,
-            rerun_s=ZERO,
-            levels={value: replace(level, rerun_s=ZERO) for value, level in block.levels.items()},
+            segments={value: taking(own) for value, own in block.segments.items()},
+            rerun_s=block.rerun_s * rerun,
+            levels={value: replace(level, rerun_s=level.rerun_s * rerun) for value, level in block.levels.items()},
         )
         for block in profile.blocks
     )
-    return replace(profile, blocks=tuple(blocks))
+    return replace(
+        profile,
+        segments=taking(profile.segments),
+        blocks=tuple(blocks),
+        optimizer=replace(
+            optimizer, s_per_element=optimizer.s_per_element * computing, fixed_s=optimizer.fixed_s * computing
+        ),
+    )
+
+
+def _raced(model: str, plans: _Plans, told: _Plans, limit_bytes: int) -> Iterator[tuple[str, Plan]]:
+    """Yields OSDP's plan after a race with the numbers that it is told, and the plans of the same units, by name.
+
+    Every rank runs the race, and rank 0 makes plans. All have the predictions of ``plans``.
+    """
+    found: list[Any] = [told.searched(limit_bytes) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    ((name, first),) = found[0]
+    strategy = OSDPStrategy(plan=first, batch_size="keep", node_size=first.node_size, race=True)
+    callbacks = [told.telling(strategy, first)]
+    train(build(model), first, num_steps=_MOST_RACED, callbacks=callbacks, strategy=strategy)
+    won = strategy.plan
+    if dist.get_rank() == 0:
+        assert won is not None
+        others = [(f"{other}, misjudged", plan) for other, plan in told.around(first)]
+        if len(others) > 1 and not any("won the race" in note for note in won.notes):
+            raise RuntimeError(f"Expected a race of {len(others)} plans of {model}, which no plan has won.")
+        others += plans.around(plans.with_best_modes(first, limit_bytes))
+        for each, plan in ((name, won), *others):
+            yield each, plans.judged(plan, limit_bytes)
+
+
+class _Telling(pl.Callback):
+    """Callback that has a fit under a given plan race as if it had measured these numbers, and ends it after that."""
+
+    reads_parameters = False
+
+    def __init__(self, strategy: OSDPStrategy, profile: ModelProfile, cluster: Cluster) -> None:
+        self._strategy, self._profile, self._cluster = strategy, profile, cluster
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        units = self._strategy._units
+        units.choice = units.choice._replace(profile=self._profile, cluster=self._cluster)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        trainer.should_stop = not self._strategy.is_racing
 
 
 def _num_samples(plan: Plan) -> int:
