@@ -13,6 +13,7 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Contention, DeviceRates, Link, Links, UnitOverhead
+from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.plans.plan import Block, Cost, Decision, Option, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -102,6 +103,7 @@ __all__ = [
     "ComputePrecision",
     "ConfigurationError",
     "Contention",
+    "Correction",
     "Cost",
     "Crossing",
     "Cut",

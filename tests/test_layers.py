@@ -123,6 +123,7 @@ def test_the_public_names_are_these():
         "ComputePrecision",
         "ConfigurationError",
         "Contention",
+        "Correction",
         "Cost",
         "Crossing",
         "Cut",

@@ -63,6 +63,14 @@ class Link:
             steps=tuple((size, self.latency_s + (seconds - self.latency_s) / rate) for size, seconds in self.steps),
         )
 
+    def taking(self, times: float) -> Link:
+        """Link on which all collectives take so many times as long."""
+        return Link(
+            latency_s=self.latency_s * times,
+            seconds_per_byte=self.seconds_per_byte * times,
+            steps=tuple((size, seconds * times) for size, seconds in self.steps),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
@@ -79,6 +87,14 @@ class Links:
             all_gather=self.all_gather.at_rate(rate),
             reduce_scatter=self.reduce_scatter.at_rate(rate),
             all_reduce=self.all_reduce.at_rate(rate),
+        )
+
+    def taking(self, times: float) -> Links:
+        """Links on which all collectives take so many times as long."""
+        return Links(
+            all_gather=self.all_gather.taking(times),
+            reduce_scatter=self.reduce_scatter.taking(times),
+            all_reduce=self.all_reduce.taking(times),
         )
 
 
@@ -101,6 +117,14 @@ class UnitOverhead:
     def seconds(self, num_bytes: float, num_tensors: int) -> float:
         """Seconds of this part, once."""
         return self.fixed_s + self.seconds_per_byte * num_bytes + self.seconds_per_tensor * num_tensors
+
+    def taking(self, times: float) -> UnitOverhead:
+        """Overhead of so many times as many seconds."""
+        return UnitOverhead(
+            fixed_s=self.fixed_s * times,
+            seconds_per_byte=self.seconds_per_byte * times,
+            seconds_per_tensor=self.seconds_per_tensor * times,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

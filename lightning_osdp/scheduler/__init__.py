@@ -5,6 +5,7 @@
 
 from lightning_osdp.scheduler.by_hand import BY_HAND, HandMade, made_by_hand
 from lightning_osdp.scheduler.candidates import Racer, are_close, candidates, room_for_longer, thriftier
+from lightning_osdp.scheduler.correcting import correction_of
 from lightning_osdp.scheduler.fallback import freeable_bytes, in_micro_batches, with_less_memory
 from lightning_osdp.scheduler.known_batches import KnownBatch, KnownBatches, Room, Shapes, times_longer
 from lightning_osdp.scheduler.pace import ALIKE, WATCHED_STEPS, Pace
@@ -28,6 +29,7 @@ __all__ = [
     "Turn",
     "are_close",
     "candidates",
+    "correction_of",
     "freeable_bytes",
     "in_micro_batches",
     "judge_plan",

@@ -5,7 +5,16 @@
 
 from lightning_osdp.simulation.clock import StepClock
 from lightning_osdp.simulation.plan import planned_activations, planned_step, simulate
-from lightning_osdp.simulation.step import StepEstimate, simulate_step
+from lightning_osdp.simulation.step import StepEstimate, seconds_by_link, simulate_step
 from lightning_osdp.simulation.timeline import Interval
 
-__all__ = ["Interval", "StepClock", "StepEstimate", "planned_activations", "planned_step", "simulate", "simulate_step"]
+__all__ = [
+    "Interval",
+    "StepClock",
+    "StepEstimate",
+    "planned_activations",
+    "planned_step",
+    "seconds_by_link",
+    "simulate",
+    "simulate_step",
+]

@@ -96,9 +96,7 @@ def simulate_step(
         timeline.end_backward()
     live.update()
     alive = [moment for _, moment in moments]
-    update_s = optimizer_s(step.profile, step.cluster) + sum(
-        more_optimizer_s(step.profile, step.cluster, unit, mode) for unit, mode in zip(step.units, modes, strict=True)
-    )
+    update_s = _update_s(step, modes)
     return StepEstimate(
         time_s=timeline.total_s(num_micro_batches) + update_s,
         compute_s=num_micro_batches * (sum(durations.forward_s) + sum(durations.backward_s)) + update_s,
@@ -114,6 +112,37 @@ def simulate_step(
         },
         moments=tuple(moments),
         intervals=tuple(sorted(timeline.intervals, key=lambda each: each.start_s)),
+    )
+
+
+def seconds_by_link(
+    step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAULT
+) -> Callable[[Callable[[str], float]], float]:
+    """Seconds of the step of `simulate_step` as a function of a factor for collectives, by their link."""
+    step = in_modes(step, modes)
+    simulated, durations = engine.events_of(step, modes), durations_of(step, engine)
+    offered, update_s = durations.collectives_s, _update_s(step, modes)
+
+    def seconds(factor: Callable[[str], float]) -> float:
+        taken_s: dict[str, list[float]] = {
+            kind: [factor(each.link) * of_unit for of_unit in offered[kind]]
+            for kind, each in COLLECTIVES.items()
+            if kind in offered
+        }
+        timeline = timeline_of(durations._replace(collectives_s=taken_s), step.cluster, engine)
+        for events in simulated:
+            for event in events:
+                timeline.read(event)
+            timeline.end_backward()
+        return timeline.total_s(step.workload.num_micro_batches) + update_s
+
+    return seconds
+
+
+def _update_s(step: Step, modes: Sequence[Treatment]) -> float:
+    """Seconds of the optimizer's update."""
+    return optimizer_s(step.profile, step.cluster) + sum(
+        more_optimizer_s(step.profile, step.cluster, unit, mode) for unit, mode in zip(step.units, modes, strict=True)
     )
 
 

@@ -10,20 +10,24 @@ from itertools import permutations
 import pytest
 
 from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.engine import FSDP2, check_change, engine_of
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.scheduler import (
+    PlanMethod,
     Racer,
     are_close,
     candidates,
+    correction_of,
     judge_plan,
     make_plan,
     room_for_longer,
     thriftier,
 )
 from lightning_osdp.scheduler.candidates import MOST_CANDIDATES, MOST_LONGER, MOST_SLOWER, ROOMY
+from lightning_osdp.simulation import planned_step, seconds_by_link, simulate
 from tests import corpus
 from tests.plans import bare_plan
 from tests.tiers import slow
@@ -83,6 +87,33 @@ def test_candidates_fit_differ_and_may_follow_one_another(may_round, seeds):
     assert bool(differ) == may_round
     assert {"all DP", "all ZDP", "fewer collectives", "less memory", "nothing gathered ahead"} <= names
     assert {"no recomputation, all ZDP", "all blocks recomputing, fewer collectives"} & names
+
+
+def test_what_was_measured_wrongly_is_told_by_the_steps_of_candidates():
+    told = 0
+    for plan, profile, cluster in (each for seed in SEEDS for each in planned(seed)):
+        wrong = Correction(computing=1.6, links={"all": 0.7, "node": 0.4} if cluster.within_node else {"all": 0.7})
+        beside = Correction(links={link: factor / wrong.computing for link, factor in wrong.links.items()})
+        plans = [each.plan for each in candidates(plan, profile, cluster)]
+        taken = [simulate(each, wrong.of_profile(profile), wrong.of_cluster(cluster)) for each in plans]
+        for each, step in zip(plans, taken, strict=True):
+            seconds = seconds_by_link(*planned_step(each, profile, cluster), engine=engine_of(each))
+            assert wrong.computing * seconds(beside.factor) == pytest.approx(step.time_s)
+            assert step.peak == simulate(each, profile, cluster).peak
+        found = correction_of(plans, [[step.time_s] for step in taken], profile, cluster)
+        if not isinstance(found, str):
+            told += 1
+            corrected = (simulate(each, found.of_profile(profile), found.of_cluster(cluster)) for each in plans)
+            assert [step.time_s for step in corrected] == pytest.approx([step.time_s for step in taken], rel=0.05)
+            assert found.error < 0.02 < found.error_before
+    assert told > 0
+
+
+def test_the_papers_sums_are_not_corrected(model, cluster):
+    profile, ring = model(400, 400, 400), cluster(2)
+    method = PlanMethod(cost_model="paper")
+    plan = make_plan(profile, ring, memory_limit_bytes=2**40, micro_batch_size=2, method=method)
+    assert correction_of([plan] * 4, [[1.0]] * 4, profile, ring) == "predictions are the paper's sums"
 
 
 def test_plain_ones_treat_all_units_alike():
