@@ -97,7 +97,8 @@ def comparison_table(
     """Table of what the plan predicted beside what was measured, and their ratio.
 
     Numbers that are None were not measured, for ``why_not``. The peak is of the steps ``peak_steps``, and
-    ``other_bytes`` are of tensors beside it that are in no plan; ``more`` has further measurements by title.
+    ``other_bytes`` are of tensors beside it that are in no plan; ``more`` has further measurements by title. What was
+    predicted stands there as a race has corrected it, too, if there was one that could.
     """
     lines: list[tuple[str, float, float | None, Callable[[float], str]]] = [
         ("step time", plan.step_time_s, step_time_s, format_seconds),
@@ -105,7 +106,7 @@ def comparison_table(
         (f"peak memory{_steps(peak_steps)}", plan.peak_bytes, peak_bytes, format_bytes),
     ]
     not_measured = "not measured" + (f": {why_not}" if why_not else "")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for title, predicted, measured, form in lines:
         expected, found, ratio = NOT_PREDICTED, not_measured, "-"
         if is_predicted(plan):
@@ -119,6 +120,14 @@ def comparison_table(
         rows.append(("other tensors of yours", _NOT_IN_PLAN, format_bytes(other_bytes), "-"))
     rows += [(title, _NOT_IN_PLAN, text, "-") for title, text in more.items()]
     columns: Columns = {"": "left", "predicted": "right", "measured": "right", "measured / predicted": "right"}
+    if plan.corrected_step_time_s:
+        samples_per_s = plan.samples_per_s * plan.step_time_s / plan.corrected_step_time_s
+        columns = {"": "left", "predicted": "right", "corrected": "right", **columns}
+        corrected = {
+            "step time": format_seconds(plan.corrected_step_time_s),
+            "samples/s": three_digits(samples_per_s),
+        }
+        rows = [(title, expected, corrected.get(title, "-"), *rest) for title, expected, *rest in rows]
     return table(columns, rows, title="OSDP: predicted and measured")
 
 

@@ -200,6 +200,7 @@ class _Variant:
             all_zdp_step_time_s=plan.all_zdp_step_time_s,
             all_zdp_peak_bytes=plan.all_zdp_peak_bytes,
             all_zdp_how=plan.all_zdp_how,
+            correction=plan.correction,
         )
         return Racer(name=self.name, plan=dataclasses.replace(made, notes=plan.notes), is_plain=self.is_plain)
 

@@ -58,6 +58,7 @@ def in_micro_batches(plan: Plan, workload: Workload) -> Plan:
         peak_bytes=0,
         host_bytes=0,
         step_time_s=0.0,
+        corrected_step_time_s=0.0,
         samples_per_s=0.0,
         gap=0.0,
         solver="",
@@ -112,6 +113,7 @@ def _predicted(plan: Plan, lower: Plan, freed_bytes: float, lost_s: float) -> Pl
         changed = replace(
             changed,
             step_time_s=step_time_s,
+            corrected_step_time_s=0.0,
             samples_per_s=plan.samples_per_s / slower,
             gap=(1 + plan.gap) * slower - 1,
         )

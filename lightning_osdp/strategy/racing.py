@@ -15,10 +15,13 @@ from typing_extensions import override
 
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS, all_callbacks, elements_in
 from lightning_osdp.callbacks.plan_monitor import StepClock
+from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.scheduler import ALIKE, WATCHED_STEPS, Pace, Race, Racer, are_close, candidates
+from lightning_osdp.report.sentences import tell_correction
+from lightning_osdp.scheduler import ALIKE, WATCHED_STEPS, Pace, Race, Racer, are_close, candidates, correction_of
+from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning.publish import write_plan
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, in_step, on_rank_zero
@@ -54,6 +57,7 @@ class Racing(pl.Callback):
         self._clock, self._pace = StepClock(trainer.strategy.root_device), Pace()
         self._global_step = trainer.global_step
         self._watched: Plan | None = None  # plan that the pace is of
+        self._has_told_why_not = False  # why nothing is learned of a race
         self._set(racers)
 
     def _set(self, racers: Sequence[Racer]) -> None:
@@ -61,6 +65,7 @@ class Racing(pl.Callback):
         self._racers, self._race = racers, Race.of([racer.is_plain for racer in racers])
         self._most_elements = self._num_again = self._num_refused = 0
         self._has_begun = False
+        self._are_alike = True  # steps that count, by their elements
         self._is_decided = False  # no turn is left, and the plan that stays has to come into use
         self.is_over = len(racers) == 1
         # of this turn, or before the first one, or until the pace is looked at
@@ -167,6 +172,7 @@ class Racing(pl.Callback):
             if is_small and self._num_again < MOST_AGAIN:
                 self._num_again, self._steps_left = self._num_again + 1, turn.num_steps
                 return
+            self._are_alike &= not is_small
             self._race = self._race.after(seconds)
         self._has_begun, self._num_again = True, 0
         turn = self._race.turn
@@ -203,9 +209,37 @@ class Racing(pl.Callback):
         """Has the winner's plan stay, which checkpoints store from now on."""
         assert self._race.winner is not None
         winner, text = self._racers[self._race.winner].plan, self._result()
-        self._model.lasting = dataclasses.replace(winner, notes=(*winner.notes, text))
-        self._model.is_raced = True
         rank_zero_info(f"OSDP: {text}")
+        self._model.lasting = self._corrected(dataclasses.replace(winner, notes=(*winner.notes, text)))
+        self._model.is_raced = True
+
+    def _corrected(self, winner: Plan) -> Plan:
+        """Returns the plan with what the steps of the race tell of profile and cluster, by which later races go."""
+        choice = self._units.choice
+
+        def learned() -> tuple[Correction, float] | str:
+            profile, cluster = choice.corrected()
+            samples = winner.micro_batch_size * winner.num_micro_batches * winner.world_size
+            shares = sorted([self._most_elements, samples * choice.sample_elements])
+            if not self._are_alike or shares[0] < ALIKE * shares[1]:
+                return "batches are not as large as the profiled one"
+            plans = [racer.plan.as_profiled(profile) for racer in self._racers]
+            found = correction_of(plans, self._race.seconds, profile, cluster)
+            if isinstance(found, str):
+                return found
+            estimate = simulate(winner.as_profiled(profile), found.of_profile(profile), found.of_cluster(cluster))
+            return found, estimate.time_s
+
+        result = on_rank_zero(learned)
+        if isinstance(result, str):
+            if not self._has_told_why_not:
+                rank_zero_info(f"OSDP: the race corrects no measurement of computing and of links, for {result}.")
+            self._has_told_why_not = True
+            return winner
+        correction, time_s = result
+        rank_zero_info(f"OSDP: by the race, {tell_correction(correction)}.")
+        self._units.choice = choice._replace(learned=correction.after(choice.learned))
+        return dataclasses.replace(winner, correction=correction.after(winner.correction), corrected_step_time_s=time_s)
 
     def _settle(self, trainer: pl.Trainer) -> None:
         """Changes to the plan that stays; where that is refused, tries again after more and more steps."""
@@ -245,7 +279,8 @@ class Racing(pl.Callback):
         assert winner is not None
         others = [number for number in range(len(self._racers)) if number != winner]
         other = next((number for number in others if self._racers[number].name == "all ZDP"), others[0])
-        won_s, predicted_s = race.median_s(winner), self._racers[winner].plan.step_time_s
+        won_s, plan = race.median_s(winner), self._racers[winner].plan
+        predicted_s = plan.corrected_step_time_s or plan.step_time_s
         return (
             f"{self._racers[winner].name} won the race of {len(self._racers)} plans: {format_seconds(won_s)} a step"
             f" against {format_seconds(race.median_s(other))} of {self._racers[other].name};"
@@ -303,13 +338,12 @@ def _racers(trainer: pl.Trainer, units: Units, *, is_again: bool = False) -> Seq
     assert plan is not None
 
     def found() -> Sequence[Racer] | str:
-        assert choice.profile is not None
-        assert choice.cluster is not None
-        predicted, engine = plan.as_profiled(choice.profile), units.options.engine
-        first, *others = candidates(predicted, choice.profile, choice.cluster, engine=engine, may_round=race is True)
+        profile, cluster = choice.corrected()
+        predicted, engine = plan.as_profiled(profile), units.options.engine
+        first, *others = candidates(predicted, profile, cluster, engine=engine, may_round=race is True)
         if not others:
             return "no other plan that the module could change to is predicted to fit and to be nearly as fast"
-        if race == "auto" and not is_again and not are_close([first, *others], choice.cluster):
+        if race == "auto" and not is_again and not are_close([first, *others], cluster):
             return "predictions tell the plans apart"
         return [first, *others]
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_osdp.core.axes import Treatment, named
+from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Block, Option, Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
@@ -335,6 +336,21 @@ def test_shards_that_are_left_in_nodes_are_counted_beside_what_stays_whole():
 def test_the_batch_is_spelled_out():
     plan = dataclasses.replace(PLAN, micro_batch_size=1, num_micro_batches=4, world_size=1)
     assert summary(plan)["batch"] == "1 sample x 4 micro-batches x 1 rank = 4 samples per optimizer step"
+
+
+def test_what_a_race_has_taught_is_told():
+    correction = Correction(
+        computing=1.2, links={"all": 0.8, "node": 1.05}, error=0.012, error_before=0.15, num_plans=6
+    )
+    told = summary(dataclasses.replace(PLAN, correction=correction, corrected_step_time_s=1.5 * PLAN.step_time_s))
+    assert told["correction"] == (
+        "computing takes 1.20 times as long as was measured apart, collectives 0.80 times, those in nodes 1.05 times;"
+        " steps of 6 plans are predicted 1.2% off, and 15.0% without that"
+    )
+    after = format_seconds(1.5 * PLAN.step_time_s)
+    assert told["step time"].endswith(f" predicted for one optimizer step, {after} after a race")
+    assert "correction" not in summary(PLAN)
+    assert "race" not in summary(PLAN)["step time"]
 
 
 def test_every_note_of_the_plan_is_shown():

@@ -188,6 +188,20 @@ def test_the_measurement_stands_beside_the_prediction():
     )
 
 
+def test_what_a_race_has_corrected_stands_between_the_prediction_and_the_measurement():
+    plan = dataclasses.replace(PLAN, corrected_step_time_s=0.192)
+    text = render(comparison_table(plan, step_time_s=0.19, samples_per_s=84.2, more={"reserved memory": "70.0 MiB"}))
+    assert [line.split() for line in text.splitlines()[1:]][::2] == [
+        ["predicted", "corrected", "measured", "measured", "/", "predicted"],
+        ["step", "time", "180", "ms", "192", "ms", "190", "ms", "1.06"],
+        ["peak", "memory", "62.0", "MiB", "-", "not", "measured", "-"],
+    ]
+    assert [line.split() for line in text.splitlines()[1:]][3::2] == [
+        ["samples/s", "88.9", "83.3", "84.2", "0.95"],
+        ["reserved", "memory", "not", "in", "the", "plan", "-", "70.0", "MiB", "-"],
+    ]
+
+
 def test_other_tensors_have_a_line_if_they_are_not_negligible():
     bare = render(comparison_table(PLAN, peak_bytes=50 * MIB, other_bytes=MIB // 2))
     assert "other" not in bare

@@ -127,7 +127,7 @@ def test_a_race_lasts_as_long_as_its_fit_at_most_and_a_tenth_of_it_unless_asked_
     trainer = SimpleNamespace(estimated_stepping_batches=num_steps + 7, global_step=7)
     units = SimpleNamespace(
         sharded=SimpleNamespace(plan=racers[0].plan),
-        choice=SimpleNamespace(profile=SimpleNamespace(blocks=()), cluster=object()),
+        choice=SimpleNamespace(corrected=lambda: (SimpleNamespace(blocks=()), object())),
         options=SimpleNamespace(race=race, engine=None),
     )
     found = racing._racers(trainer, units)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_osdp.core.axes import ANYTHING, AXES, LEVELS, NAMED_MODES, Treatment, named
+from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.exchange import KINDS, numbers_of_operators
 from lightning_osdp.core.plans.document import as_json, read_value, shown, write_whole
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -222,6 +223,10 @@ class Plan:
     host_limit_bytes: int | None = None
     """Most of that under which the plan was chosen; None where there was no limit, or the plan takes nothing."""
     notes: tuple[str, ...] = ()
+    correction: Correction = field(default_factory=Correction)
+    """Factors that races have found for seconds measured before planning; a later fit's are corrected by them."""
+    corrected_step_time_s: float = 0.0
+    """Predicted seconds of one optimizer step by what a race has taught since it was planned; 0 where nothing has."""
     node_size: int | None = None
     """Ranks of one node, which follow each other; None: all are in one."""
     schema_version: int = field(default=SCHEMA_VERSION)

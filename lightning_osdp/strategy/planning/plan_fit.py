@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,16 +15,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from lightning_osdp.callbacks.peak import elements_in
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster
+from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
-from lightning_osdp.errors import ConfigurationError, InfeasibleError, ProfileError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, PlanFormatError, ProfileError
 from lightning_osdp.profiler import fingerprint, measure_cluster, raise_if_fatal
-from lightning_osdp.report.sentences import tell_accumulation
+from lightning_osdp.report.sentences import tell_accumulation, tell_correction
 from lightning_osdp.scheduler import PlanMethod, in_micro_batches
 from lightning_osdp.strategy.batching.division import (
     Division,
@@ -69,6 +72,16 @@ class Choice(NamedTuple):
     cluster: Cluster | None = None
     is_raced: bool = False
     """True if the plan is the one of a checkpoint that had won a race."""
+    sample_elements: float = 0.0
+    """Elements of tensors for each sample of the profiled batch."""
+    learned: Correction = Correction()
+    """Correction of profile and cluster that races of the plan have found; both stay as they were planned by."""
+
+    def corrected(self) -> tuple[ModelProfile, Cluster]:
+        """Profile and cluster, which must be known, by what races have found."""
+        assert self.profile is not None
+        assert self.cluster is not None
+        return self.learned.of_profile(self.profile), self.learned.of_cluster(self.cluster)
 
 
 def choose_plan(
@@ -95,7 +108,7 @@ def choose_plan(
         used, division = divide_plan(trainer, plan, options, resumed)
         return Choice(with_note(used, trainer.strategy.root_device), division, given_plan=plan)
     if trainer.state.fn == TrainerFn.FITTING:
-        return plan_fit(trainer, module, options, resumed)
+        return plan_fit(trainer, module, options, resumed, previous=previous)
     if previous is not None and previous.fingerprint == fingerprint(module):
         return Choice(previous, Division())
     rank_zero_info(
@@ -181,8 +194,18 @@ def divide_plan(trainer: pl.Trainer, plan: Plan, options: Options, resumed: Resu
     return in_micro_batches(plan, saved), replace(division, workload=saved)
 
 
-def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, resumed: Resumed | None) -> Choice:
+def plan_fit(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    options: Options,
+    resumed: Resumed | None,
+    *,
+    previous: Plan | None = None,
+) -> Choice:
     """Plans a fit: all ranks profile, rank 0 plans for all.
+
+    What the plan of the checkpoint, or the ``previous`` one of the strategy, has learned in races corrects profile and
+    cluster.
 
     Raises:
         OSDPError: a rank cannot profile, or no plan fits; raised on all ranks.
@@ -190,7 +213,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     device, cluster = trainer.strategy.root_device, _measured_cluster(trainer, module, options)
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         profiler = FitProfiler(trainer, module, options, progress, resumed)
-        profile = on_all_ranks(profiler.first)
+        profile, cluster, correction = _corrected(on_all_ranks(profiler.first), cluster, resumed, previous)
         current = common_size(profiler.loaders) or profiler.num_samples
         allowed, windows = allowed_micro_batches(trainer, options, profiler.loaders, current, profiler.why_not_mean)
         reason = None
@@ -247,13 +270,13 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
                 " was in is not continued at the same sample. To keep its steps, raise memory_limit, or accumulate."
             )
             plan = plan_for(profile, policy)
-        nearer = _profile_nearer(profiler, profile, plan.micro_batch_size, free_bytes)
+        nearer = _profile_nearer(profiler, profile, correction, plan.micro_batch_size, free_bytes)
         if nearer is not profile:
             plan = plan_for(nearer, policy)
     if request.saved_plan is not None:
         _log_plan_source(plan, why_anew)
     is_raced = resumed is not None and resumed.is_raced and not why_anew
-    plan = with_note(plan, device)
+    plan = with_note(replace(plan, correction=correction), device)
     if plan.micro_batch_size == policy.max_micro_batch_size:
         rank_zero_warn(
             f"OSDP: the micro-batch of {plan.micro_batch_size} is all that a rank has of the training data, so an epoch"
@@ -266,7 +289,40 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     division = Division(None if is_unchanged else workload_of(plan), windows, sizes, profiler.peeked, is_scaled)
     later = profiler.of_later_batches(nearer, plan.micro_batch_size)
     watch = BatchWatch(profiler.batch, profiler.num_samples) if later is None else None
-    return Choice(plan, division, None, profiler.groups, watch, later, nearer, cluster, is_raced)
+    return Choice(
+        plan,
+        division,
+        None,
+        profiler.groups,
+        watch,
+        later,
+        nearer,
+        cluster,
+        is_raced,
+        sample_elements=elements_in(profiler.batch) / max(1, profiler.num_samples),
+    )
+
+
+def _corrected(
+    profile: ModelProfile, cluster: Cluster, resumed: Resumed | None, previous: Plan | None
+) -> tuple[ModelProfile, Cluster, Correction]:
+    correction = _learned(profile, cluster, resumed, previous)
+    return correction.of_profile(profile), correction.of_cluster(cluster), correction
+
+
+def _learned(profile: ModelProfile, cluster: Cluster, resumed: Resumed | None, previous: Plan | None) -> Correction:
+    """Correction in the plan of a checkpoint, or of an earlier fit, for the same model and ranks; or none."""
+    plans = [] if previous is None else [previous]
+    if resumed is not None and resumed.plan is not None:
+        with suppress(PlanFormatError):  # `PlanRequest` says so
+            plans.insert(0, Plan.from_json(resumed.plan))
+    world_size, node_size = cluster.world_size, cluster.node_size
+    for plan in plans:
+        differences = plan.differences(profile.fingerprint, world_size=world_size, node_size=node_size)
+        if plan.correction.num_plans and not differences:
+            rank_zero_info(f"OSDP: measurements are corrected by an earlier race: {tell_correction(plan.correction)}.")
+            return plan.correction
+    return Correction()
 
 
 def _measured_cluster(trainer: pl.Trainer, module: pl.LightningModule, options: Options) -> Cluster:
@@ -295,10 +351,13 @@ def _measured_cluster(trainer: pl.Trainer, module: pl.LightningModule, options: 
     return cluster
 
 
-def _profile_nearer(profiler: FitProfiler, profile: ModelProfile, size: int, free_bytes: int) -> ModelProfile:
+def _profile_nearer(
+    profiler: FitProfiler, profile: ModelProfile, correction: Correction, size: int, free_bytes: int
+) -> ModelProfile:
     """Profiles again near the planned micro-batch, as `FitProfiler.nearer`; if the step fails, keeps the profile."""
     try:
-        return on_all_ranks(lambda: profiler.nearer(profile, size, free_bytes=free_bytes))
+        nearer = on_all_ranks(lambda: profiler.nearer(profile, size, free_bytes=free_bytes))
+        return profile if nearer is profile else correction.of_profile(nearer)
     except Exception as error:  # the user's step may raise any
         raise_if_fatal(error)
         rank_zero_warn(

@@ -15,11 +15,14 @@ from torch import nn
 from lightning_osdp import OSDPPrecision, OSDPStrategy, Plan, PlanMonitor, SearchSpace
 from lightning_osdp.callbacks import plan_monitor
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS
+from lightning_osdp.core.correction import Correction
 from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.scheduler import Race, candidates, pace
+from lightning_osdp.report.tables import render
+from lightning_osdp.scheduler import Race, candidates, correcting, pace
+from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy import racing
-from tests.distributed.support.fits import shared_folder, trainer, without_measuring
+from tests.distributed.support.fits import shared_folder, stated_cluster, trainer, without_measuring
 from tests.distributed.support.parts import BLOCKS, MICRO_BATCHES, Net, apart
 from tests.tiers import slow
 
@@ -45,8 +48,12 @@ class Validated(Net):
 class Recorder(L.Callback):
     """Record of the turns that optimizer steps were in, and of what was used in them."""
 
-    def __init__(self, stops_at):
-        self.turns, self.used, self.stops_at = [], {}, stops_at
+    def __init__(self, stops_at, *, balances):
+        self.turns, self.used, self.stops_at, self.balances = [], {}, stops_at, balances
+
+    def on_train_start(self, trainer, pl_module):
+        if self.balances:
+            balanced(trainer.strategy)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if (batch_idx + 1) % MICRO_BATCHES == 0:
@@ -57,10 +64,32 @@ class Recorder(L.Callback):
             trainer.should_stop = True
 
 
-def stated(strategy, fastest, untried_s):
+WRONG = Correction(computing=1.5, links={"all": 0.5})
+"""Factors that computing and links take in a race, of what was measured."""
+
+
+def balanced(strategy):
+    """Has computing take a third of what links take, so that with `WRONG` they take equally long in a step."""
+    units, plan = strategy._units, strategy.plan
+    profile = units.choice.profile
+    step = simulate(plan.as_profiled(profile), profile, units.choice.cluster)
+    profile = Correction(computing=step.communication_s / 3 / step.compute_s).of_profile(profile)
+    units.choice = units.choice._replace(profile=profile)
+
+
+def wrongly_measured_s(plan, choice):
+    """Seconds of a step with `WRONG`, by rank 0's numbers: it is the slowest one."""
+    if dist.get_rank():
+        return 0.0
+    profile = WRONG.of_profile(choice.profile)
+    return simulate(plan.as_profiled(profile), profile, WRONG.of_cluster(choice.cluster)).time_s
+
+
+def stated(strategy, fastest, untried_s, *, is_wrong):
     """A clock by which steps take 2 s under the plan of this place in the race, and 3 s on one of the ranks else.
 
-    Steps that are in no turn take ``untried_s``.
+    Steps that are in no turn take ``untried_s``. If measuring ``is_wrong``, those in a turn take `wrongly_measured_s`,
+    and a little less under the plan of this place.
     """
 
     class Clock:
@@ -78,6 +107,9 @@ def stated(strategy, fastest, untried_s):
             turn, names = strategy._racing.turn, [racer.name for racer in strategy._racing._racers]
             slow_here = turn != "" and (names.index(turn) + dist.get_rank()) % 2
             seconds = 2.0 if turn == names[fastest] else 3.0 if slow_here else 1.0 if turn else untried_s
+            if is_wrong and turn:
+                plan = strategy._racing._racers[names.index(turn)].plan
+                seconds = wrongly_measured_s(plan, strategy._units.choice) * (0.999 if turn == names[fastest] else 1)
             self.ended.append((seconds, self.elements))
             self.elements = 0
 
@@ -113,11 +145,12 @@ def fitted(
     stops_at=None,
     accumulates=MICRO_BATCHES,
     num_racers=None,
+    is_wrong=False,
     **options,
 ):
     """A fit with validation, checkpoints, accumulation and clipping; the Trainer, the module and the record."""
     torch.manual_seed(5)
-    module, recorder = module_for(precision) if module is None else module, Recorder(stops_at)
+    module, recorder = module_for(precision) if module is None else module, Recorder(stops_at, balances=is_wrong)
     strategy = OSDPStrategy(race=race, batch_size="keep", search_space=space, memory_limit="1GiB")
     saved = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
     fit = trainer(
@@ -132,10 +165,15 @@ def fitted(
         accumulate_grad_batches=accumulates,
         default_root_dir=folder,
     )
+
+    def found(*args, **given):
+        racers = candidates(*args, **given)
+        return [*racers[: num_racers - 1], racers[-1]] if is_wrong else racers[:num_racers]  # the last one sends more
+
     with (
         without_measuring,
-        mock.patch.object(racing, "StepClock", stated(strategy, fastest, untried_s)),
-        mock.patch.object(racing, "candidates", lambda *args, **given: candidates(*args, **given)[:num_racers]),
+        mock.patch.object(racing, "StepClock", stated(strategy, fastest, untried_s, is_wrong=is_wrong)),
+        mock.patch.object(racing, "candidates", found),
     ):
         fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()), weights_only=False, **options)
     return fit, module, recorder
@@ -203,7 +241,9 @@ def resumes(goes_on):
         first, _, recorder = fitted(True, folder, epochs=epochs, stops_at=10, **options)
     path = folder / "step=10.ckpt"
     stored = torch.load(path, weights_only=False)["osdp_plan"]
-    second, ours, again = fitted(True, later, fastest=-1, epochs=epochs, ckpt_path=path, **options)
+    with mock.patch.object(correcting, "LEAST_ERROR", 1e-3), mock.patch.object(plan_monitor, "show") as compared:
+        second, ours, again = fitted(True, later, fastest=1, epochs=epochs, ckpt_path=path, is_wrong=True, **options)
+    race, plan = second.strategy._racing._race, second.strategy.plan
     found = {
         "apart": apart(weights_of(second, ours), weights_of(expected, module)),
         "compared": shown.called,
@@ -212,6 +252,11 @@ def resumes(goes_on):
         "has its plan": how_it_runs(first.strategy.plan) == how_it_runs(Plan.load(folder / "osdp_plan.json")),
         "stored": how_it_runs(Plan.from_json(stored)) == how_it_runs(first.strategy.plan),
         "raced again": len({*again.turns}) > 3 and again.turns[-1] == "",
+        "computing": plan.correction.computing,
+        "links": plan.correction.links["all"],
+        "corrected": plan.corrected_step_time_s / race.median_s(race.winner),
+        "is written": Plan.load(later / "osdp_plan.json") == plan,
+        "is compared": all("corrected" in render(*each.args) for each in compared.call_args_list),
     }
     if not goes_on:
         return found, {}
@@ -223,7 +268,9 @@ def resumes(goes_on):
     return found, {
         "is raced": [is_stored_as_raced(each) for each in (done, otherwise, reused)],
         "raced after that": {*none.turns} != {""},
-        "kept the winner": how_it_runs(done.strategy.plan) == how_it_runs(second.strategy.plan),
+        "kept the winner": how_it_runs(done.strategy.plan) == how_it_runs(plan) != how_it_runs(first.strategy.plan),
+        "is learned": [each.strategy.plan.correction == plan.correction for each in (first, done, otherwise)],
+        "latency": otherwise.strategy.cluster.all_gather.latency_s / stated_cluster(2).all_gather.latency_s,
     }
 
 
@@ -244,6 +291,7 @@ def becomes_slower():
         "won": sum("won the race of 2 plans" in note for note in plan.notes),
         "is written": Plan.load(folder / "osdp_plan.json") == plan,
         "told": [text for (text,), _ in told.call_args_list if "take turns" in text],
+        "why not": [text for (text,), _ in told.call_args_list if "corrects" in text],
     }
 
 
@@ -367,8 +415,19 @@ def test_a_fit_that_ends_in_a_race_is_resumed_and_one_that_has_had_a_race_has_no
             "has its plan": True,
             "stored": True,
             "raced again": True,
+            "computing": pytest.approx(1.5, rel=0.05),
+            "links": pytest.approx(0.5, rel=0.05),
+            "corrected": pytest.approx(1.0, rel=0.02),
+            "is written": True,
+            "is compared": True,
         }
-        expected = {"is raced": [True, False, True], "raced after that": False, "kept the winner": True}
+        expected = {
+            "is raced": [True, False, True],
+            "raced after that": False,
+            "kept the winner": True,
+            "is learned": [False, True, True],
+            "latency": pytest.approx(0.5, rel=0.05),
+        }
         assert later == (expected if goes_on else {})
 
 
@@ -380,6 +439,9 @@ def test_plans_race_again_when_steps_have_become_slower_but_not_too_often(ranks)
         first, second = names[2], names[5]
         assert names == ("", "the plan", first, "", "the plan", second, "")
         assert lengths == (WARM_UP_STEPS, 3, 3, 8 + WARM_UP_STEPS, 3, 3, 10)
+        (why_not,) = found["why not"]  # it is said once
+        assert why_not.startswith("OSDP: the race corrects no measurement of computing and of links, for ")
+        assert why_not.endswith(", for 2 plans are too few to tell 2 factors.")
         again = found["told"][1]
         assert len(found["told"]) == 2
         assert again.startswith(
