@@ -57,8 +57,8 @@ class Contest:
     median: float | None = None
     """Samples/s of OSDP over the best other that are to be reached on the median of all cells; None: nothing is."""
     misjudged: tuple[float, float] | None = None
-    """Factors of the seconds of computing and of the rate of links that OSDP, which has one space then, is told instead
-    of what was measured. It races from there, and others are all plans of its units. None: it is told the truth."""
+    """Factors of the seconds of computing and of collectives that OSDP, which has one space then, is told instead of
+    what was measured. It races from there, and others are all plans of its units. None: it is told the truth."""
     drawn: tuple[str, ...] = ()
     """Names that are in the picture; none: there is no picture."""
 
@@ -235,8 +235,8 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
     },
     "race": {
         # computing is taken for slow, and links for fast, then the reverse
-        "hidden": replace(_RACE, misjudged=(2.0, 3.0)),
-        "waiting": replace(_RACE, misjudged=(1 / 2, 1 / 3)),
+        "hidden": replace(_RACE, misjudged=(2.0, 1 / 3)),
+        "waiting": replace(_RACE, misjudged=(1 / 2, 3.0)),
     },
     "accumulation": {
         # the user's micro-batches

@@ -36,10 +36,11 @@ from lightning_osdp import (
     simulate,
 )
 from lightning_osdp.assign import assign_ahead
+from lightning_osdp.core.affine import ZERO
 from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.core.profile import Segment
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.scheduler import ANY_PREFETCH, candidates, judge_plan
 from lightning_osdp.scheduler.planned import plan_of
@@ -128,8 +129,8 @@ def on_one_rank(
         division: what may be chosen of them.
         num_rounds: timed steps.
         node_size: ranks of a node; None: all are in one.
-        misjudged: factors of the seconds of computing and of the rate of links that OSDP is told, with which it then
-            races; beside it are the plans of the same units, by what it was told and by what is so. None: no race.
+        misjudged: factors of the seconds of computing and of collectives that OSDP is told, with which it then races;
+            beside it are the plans of the same units, by what it was told and by what is so. None: no race.
 
     Returns:
         Fields of an `Entrant` for each limit and competitor.
@@ -186,10 +187,10 @@ class _Plans:
         self._policy, self._spaces = policy, spaces
 
     def misjudged(self, computing: float, links: float) -> _Plans:
-        """Plans as if computing took so many times as long, and links had so many times the bytes/s."""
-        cluster = self._cluster.as_if(self._cluster.world_size, link_rate=links)
-        profiles = [_taking(each, computing=computing) for each in self._profiles]
-        return _Plans(self._module, profiles, cluster, self._policy, self._spaces)
+        """Plans as if computing, and collectives, took so many times as long."""
+        wrong = Correction(computing=computing, links={"all": links})
+        profiles = [wrong.of_profile(each) for each in self._profiles]
+        return _Plans(self._module, profiles, wrong.of_cluster(self._cluster), self._policy, self._spaces)
 
     def rivals(self, fitting: Iterable[Baseline], limit: float | None) -> list[_Entry]:
         """Entries without OSDP that take part under a limit."""
@@ -247,7 +248,7 @@ class _Plans:
             counted_bytes=None if baseline is None else baseline.counted_bytes,
             predicted_bytes=estimate.peak.peak_bytes if is_predicted else None,
             predicted_s=estimate.time_s if is_predicted else None,
-            free_s=simulate(plan, _taking(self._nearest(plan), again=0.0), self._cluster).time_s
+            free_s=simulate(plan, _running_again_in_no_time(self._nearest(plan)), self._cluster).time_s
             if is_predicted
             else None,
             compute_s=estimate.compute_s,
@@ -293,33 +294,16 @@ class _Plans:
         return replace(plan, units=tuple(units))
 
 
-def _taking(profile: ModelProfile, *, computing: float = 1.0, again: float = 1.0) -> ModelProfile:
-    """Profile as if computing took so many times as long, and running forward again so many times as long as that."""
-
-    def taking(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-        return tuple(
-            replace(each, forward_s=each.forward_s * computing, backward_s=each.backward_s * computing)
-            for each in segments
-        )
-
-    rerun, optimizer = computing * again, profile.optimizer
+def _running_again_in_no_time(profile: ModelProfile) -> ModelProfile:
     blocks = (
         replace(
             block,
-            segments={value: taking(own) for value, own in block.segments.items()},
-            rerun_s=block.rerun_s * rerun,
-            levels={value: replace(level, rerun_s=level.rerun_s * rerun) for value, level in block.levels.items()},
+            rerun_s=ZERO,
+            levels={value: replace(level, rerun_s=ZERO) for value, level in block.levels.items()},
         )
         for block in profile.blocks
     )
-    return replace(
-        profile,
-        segments=taking(profile.segments),
-        blocks=tuple(blocks),
-        optimizer=replace(
-            optimizer, s_per_element=optimizer.s_per_element * computing, fixed_s=optimizer.fixed_s * computing
-        ),
-    )
+    return replace(profile, blocks=tuple(blocks))
 
 
 def _raced(model: str, plans: _Plans, told: _Plans, limit_bytes: int) -> Iterator[tuple[str, Plan]]:
