@@ -178,9 +178,11 @@ def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
     All parameters are gathered; all else is done with gradients, of which what is frozen has none. For a unit that is
     frozen as a whole, hooks alone run in backward: there is nothing to reduce, nor to leave for the next micro-batch.
     Hooks around the first call of a unit's modules are in the part of flattening, and those of further calls beside it.
+    Gradients are copied to be reduced: read in the dtype of computing, and written in that of reducing.
 
     References:
-        torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``post_backward``).
+        torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``post_backward``), _fsdp_collectives.py
+        (``foreach_reduce_scatter_copy_in``).
     """
     overhead = cluster.unit_overhead.get(part)
     if overhead is None or not unit.operators or cluster.world_size == 1:
@@ -194,7 +196,8 @@ def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
     if not unit.gradient_bytes:
         return overhead.fixed_s + again_s if part == "flatten" else 0.0
     num_trained = max(1, sum(each.is_trainable for each in unit.parameters))
-    return overhead.seconds(unit.gradient_bytes, num_trained) + again_s
+    written_bytes = DEFAULT.reduce_scatter_bytes(unit, 1) if part == "reduce" else unit.gradient_bytes
+    return overhead.seconds((unit.gradient_bytes + written_bytes) / 2, num_trained) + again_s
 
 
 def activations_s(

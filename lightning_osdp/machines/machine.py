@@ -135,7 +135,7 @@ class Machine:
         """Cluster of the machine's ranks and links under NCCL and ``fully_shard``.
 
         An all-gather is copied out into the parameters and gradients are copied in to be reduced: both read and write
-        every byte once.
+        every element once.
         """
         ring, moved_s = self._ring(), 2 / self.rates.bytes_per_s
         cluster = Cluster(

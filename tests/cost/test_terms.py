@@ -307,6 +307,16 @@ def test_what_is_frozen_is_gathered_but_has_no_gradients(num_frozen, num_trained
     assert found_s == pytest.approx(expected_s)
 
 
+@pytest.mark.parametrize(("reduced_itemsize", "reduce_s"), [(None, 2.0), (2, 2.0), (4, 3.0)])
+def test_gradients_are_read_as_computed_and_written_as_reduced(reduced_itemsize, reduce_s):
+    cluster = replace(CLUSTER, unit_overhead=dict.fromkeys(UNIT_PARTS, UnitOverhead(seconds_per_byte=0.01)))
+    half = replace(parameter(100), gathered_itemsize=2, reduced_itemsize=reduced_itemsize)
+    operator = replace(of_one_operator(half).operators[0], gathered_bytes=200, gradient_bytes=200)
+    unit = partition(ModelProfile.in_turn([operator]), min_unit_bytes=0)[1]
+    found_s = {part: overhead_part_s(unit, part, cluster) for part in UNIT_PARTS}
+    assert found_s == pytest.approx({"gather": 2.0, "flatten": 2.0, "reduce": reduce_s, "accumulate": 2.0, "stay": 0.0})
+
+
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_a_resident_unit_takes_the_host_its_calls_and_others_those_after_the_first(num_micro_batches):
     unit = replace(of_one_operator(parameter(250_000, is_trainable=False)), modules=("a", "b", "c"))
