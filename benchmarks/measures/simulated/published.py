@@ -74,6 +74,8 @@ class Case:
     """Resharding of ``fully_shard``: ``always``, ``never``, or ``default``: all blocks but the last."""
     zeroes_first: bool = False
     """True if the loop zeroes gradients before forward, and not, as Lightning does, between forward and backward."""
+    reduces_bfloat16: bool = False
+    """True if mixed precision reduced gradients in bfloat16, and not in float32."""
     expandable_segments: bool = False
     """True if the program had CUDA's allocator grow its segments (``PYTORCH_CUDA_ALLOC_CONF``)."""
     gib: float | None = None
@@ -116,7 +118,13 @@ def measure(case: Case) -> dict[str, Any]:
     """
     spec = case.machine.replace("@", str(_HERE / "h100_96.toml"))
     machine = Machine.parse(spec)
-    profile = profile_of(case.model, case.sequence, spec, by_operation=case.checkpointing == "by operation")
+    profile = profile_of(
+        case.model,
+        case.sequence,
+        spec,
+        by_operation=case.checkpointing == "by operation",
+        reduce_dtype=torch.bfloat16 if case.reduces_bfloat16 else torch.float32,
+    )
     setting = _setting(case, profile, machine)
     modes = _modes(case, setting)
     step = simulate_step(setting, modes, engine=setting.engine)
@@ -226,13 +234,21 @@ def _modes(case: Case, setting: Setting) -> tuple[Treatment, ...]:
     return (DP, *[ZDP] * freed, *[DP] * (num_blocks - freed))
 
 
-def profile_of(model: str, sequence: int, spec: str, *, by_operation: bool = False) -> ModelProfile:
+def profile_of(
+    model: str,
+    sequence: int,
+    spec: str,
+    *,
+    by_operation: bool = False,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> ModelProfile:
     """Profile of a model of ``published.toml`` by the rates of a machine.
 
-    It is of two samples, in mixed precision with gradients reduced in float32, but of the demo and in bfloat16.
+    It is of two samples, in mixed precision, but for the demo and models in bfloat16, whose gradients are reduced as
+    they are computed.
     """
     device = re.sub(r".*\d ([^ ,]+)(,.*)?", r"\1", spec)  # of one, whose rates are those of all
-    return _profile(model, sequence, device, by_operation=by_operation)
+    return _profile(model, sequence, device, by_operation, reduce_dtype)
 
 
 def _sizes(model: str) -> Sizes:
@@ -240,7 +256,7 @@ def _sizes(model: str) -> Sizes:
 
 
 @cache
-def _profile(model: str, sequence: int, spec: str, *, by_operation: bool) -> ModelProfile:
+def _profile(model: str, sequence: int, spec: str, by_operation: bool, reduce_dtype: torch.dtype) -> ModelProfile:
     sizes = _sizes(model)
     with torch.device("meta"):
         module = made(sizes, sequence=sequence, by_operation=by_operation)
@@ -249,7 +265,7 @@ def _profile(model: str, sequence: int, spec: str, *, by_operation: bool) -> Mod
     step = TrainingStep(
         module.bfloat16() if sizes.is_bfloat16 else module,
         lambda module: [AdamW(each for each in module.parameters() if each.requires_grad)],
-        ComputePrecision(torch.bfloat16, reduce_dtype=torch.float32) if is_mixed else ComputePrecision(),
+        ComputePrecision(torch.bfloat16, reduce_dtype=reduce_dtype) if is_mixed else ComputePrecision(),
     )
     return profile_model(
         module,
