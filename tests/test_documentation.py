@@ -3,7 +3,10 @@
 import ast
 import importlib
 import inspect
+import os
 import re
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -166,6 +169,21 @@ def test_the_manual_plans_without_training(tmp_path, monkeypatch):
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "make_plan(" in block)
     exec(compile(code, "plans.md", "exec"), {})
     assert lightning_osdp.Plan.load("osdp_plan.json").world_size == 64
+
+
+@pytest.mark.slow
+def test_the_program_of_the_quick_start_trains_and_has_units_of_both_modes(tmp_path):
+    page = (ROOT / "docs/quick_start.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
+    written = subprocess.check_output(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, text=True, timeout=300
+    )
+    plan, measured = written.split("OSDP: predicted and measured")
+    assert " ZDP " in plan
+    assert re.search(r"layers\S* .* DP ", plan)
+    assert "step time" in measured
 
 
 BEGINS_WITHOUT_A_NOUN = re.compile(r"\s*(Of|Such|That|The same|Those|What|Whether)\b")
