@@ -49,9 +49,7 @@ without_measuring = mock.patch.object(plan_fit, "measure_cluster", new=_stated)
 
 def measuring_briefly(case):
     """Has a case measure links by few sizes and runs: ranks that share a core take long, and no test asks for more."""
-    few = mock.patch.multiple(
-        cluster, _SIZES_BYTES=cluster._SIZES_BYTES[:5], _MOST_IN_A_ROW=cluster._LEAST_IN_A_ROW, _OVERLAP_REPEATS=1
-    )
+    few = mock.patch.multiple(cluster, _SIZES_BYTES=cluster._SIZES_BYTES[:5], _MOST_IN_A_ROW=3, _OVERLAP_REPEATS=1)
     return few(mock.patch.multiple(unit_overhead, _REPEATS=4, _PATIENCE_S=0.0)(case))
 
 
