@@ -58,8 +58,9 @@ class Step:
         loss = self._forward(index) / self._num_micro_batches
         if index == 0:
             self.optimizer.zero_grad()
-        self.sharded.before_backward()
-        loss.backward()
+        with self.sharded.reaching_alike(loss) as loss:
+            self.sharded.before_backward()
+            loss.backward()
 
     def _forward(self, index: int) -> Tensor:
         step = self._module.training_step

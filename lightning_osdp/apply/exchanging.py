@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
 from lightning_osdp.apply.internals import dtensors, sharding
 from lightning_osdp.apply.units import Meshes, ShardedUnit, policy_of
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.engine import effects_of
-from lightning_osdp.stationary import Ranks, as_whole, make_stationary
+from lightning_osdp.stationary import Ranks, WaitingOutputs, as_whole, make_stationary
 
 
 class ExchangingUnits:
@@ -24,12 +24,14 @@ class ExchangingUnits:
     Args:
         root: the model, which nothing has sharded yet.
         plan: the plan that the model was checked against; None: there are no such units.
-        rows_of_ranks: gives the numbers of rows of all ranks, for the number of a unit and that of this rank's rows.
-        before_backward: is given the number of a unit before each exchange in its backward.
+        numbers_of_ranks: gives the numbers of all ranks, for the number of a unit and that of this rank.
+        before_backward: is given the number of a unit before each exchange in its backward, and whether ranks have
+            agreed that all come to it.
         on_function: is given a number for each function between a pair, and what that is given.
 
     Attributes:
         parameters: the parts of parameters that this rank has.
+        outputs: has outputs until backward comes to them.
     """
 
     def __init__(
@@ -40,11 +42,12 @@ class ExchangingUnits:
         *,
         precision: MixedPrecision | None,
         initialize: Callable[[nn.Module], None],
-        rows_of_ranks: Callable[[int, int], Sequence[int]],
-        before_backward: Callable[[int], None],
+        numbers_of_ranks: Callable[[int, int], Sequence[int]],
+        before_backward: Callable[[int, bool], None],
         on_function: Callable[[int], None],
     ) -> None:
         self._modules: list[nn.Module] = []
+        self.outputs = WaitingOutputs()
         units = exchanging(plan) if plan is not None else []
         for number, unit in enumerate(units):
             modules = [root.get_submodule(name) for name in unit.operators]
@@ -53,9 +56,10 @@ class ExchangingUnits:
             policy = policy_of(ShardedUnit(unit.name, tuple(modules)), precision)
             ranks = Ranks(
                 mesh=meshes.mesh_for(unit.treatments[0]),
-                rows_of_ranks=partial(rows_of_ranks, number),
+                numbers_of_ranks=partial(numbers_of_ranks, number),
                 before_backward=partial(before_backward, number),
                 on_function=on_function,
+                outputs=self.outputs,
                 dtype=policy.param_dtype,
                 casts_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
             )
@@ -70,6 +74,11 @@ class ExchangingUnits:
         for module in self._modules:
             sharding.keep_attributes(module)
             sharding.refuse_copies(module)
+
+    def add_outputs(self, tensors: Sequence[Tensor]) -> None:
+        """Adds outputs of another unit, to which backward has to come on all ranks where it does on one."""
+        if self.num_units:
+            self.outputs.add(tensors)
 
     def set_zero_gradients(self) -> None:
         """Gives trainable parameters gradients of zero, with the layout that backward gives them."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
@@ -99,8 +99,8 @@ class ShardedModel:
             self._meshes,
             precision=mixed_precision,
             initialize=initialize,
-            rows_of_ranks=lambda *numbers: self._agreement.rows_of_ranks(*numbers),  # noqa: PLW0108 (not there yet)
-            before_backward=lambda number: self._agreement.note_exchange(number),  # noqa: PLW0108
+            numbers_of_ranks=lambda *given: self._agreement.numbers_of_ranks(*given),  # noqa: PLW0108 (not there yet)
+            before_backward=lambda *given: self._agreement.note_exchange(*given),  # noqa: PLW0108
             on_function=lambda number: self._agreement.note_function(number),  # noqa: PLW0108
         )
         if plan is not None:
@@ -144,7 +144,7 @@ class ShardedModel:
             unsharded.Freezing(group)
         self._reduce_scatters = in_flight.ReduceScatters(module, self._groups)
         self._agreement = Agreement(module, self._groups, self._writes, num_exchanging=self._exchanging.num_units)
-        self._waiting = backward.WaitingForwards(module)
+        self._waiting = backward.WaitingForwards(module, self._exchanging.add_outputs)
         access.set_owner(module, self)
         self.carry_hooks()
         self._taking = state.takes_whole(module)
@@ -222,10 +222,12 @@ class ShardedModel:
     def end_fit(self) -> None:
         """Ends a fit without errors; raises a `ConfigurationError` about its last step, see `before_optimizer_step`."""
         self.free()
+        self._exchanging.outputs.release()
         self._agreement.end_fit()
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a step of the user, with the root unit unsharded."""
+        self._exchanging.outputs.release()  # of a step without backward
         self._residence.opens_itself = False  # units that are resharded in backward show nobody their shards
         self._residence.settle()
         result: T = gathering.run_as_forward(self.module, step, args, kwargs, calls.without_views)
@@ -234,11 +236,26 @@ class ShardedModel:
     def evaluate(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a step of an evaluation; raises `RanksApartError` if some ranks run units more often."""
         with self._agreement.evaluating():
-            return self.run(step, *args, **kwargs)
+            result = self.run(step, *args, **kwargs)
+        self._exchanging.outputs.release()
+        return result
 
     def forget_gradients(self) -> None:
         """Drops gradients that wait to be reduced, which ``zero_grad()`` does not find; gradients of shards stay."""
         backward.forget_gradients(self._groups)
+
+    @contextmanager
+    def reaching_alike(self, loss: Tensor) -> Iterator[Tensor]:
+        """Context of a backward; gives the loss for it, which comes to the same units as those of all other ranks.
+
+        Raises:
+            RanksApartError: it cannot, or ranks have not run the same units.
+        """
+        reach = self._agreement.agree_on_backward(self._exchanging.outputs.reach(loss))
+        loss, numbers = reach.loss, reach.numbers
+        del reach  # backward frees what nothing refers to
+        with self._exchanging.outputs.agreed(numbers):
+            yield loss
 
     def before_backward(self) -> None:
         """Prepares backward, after forward."""
@@ -302,6 +319,7 @@ class ShardedModel:
         Raises:
             OSDPError: the plan cannot follow the one in use, see `change_plan`.
         """
+        self._exchanging.outputs.release()
         plan = executed(plan, self._recomputed)
         check = partial(self._check_use, plan, may_divide=may_divide, in_window=in_window, is_known=is_known)
         self._agreement.check_plan(None if is_known else plan, check)
@@ -402,6 +420,7 @@ class ShardedModel:
         self._reduce_scatters.forget()
         backward.forget_step(self.module, self._groups)
         self._waiting.forget()
+        self._exchanging.outputs.forget()
 
     @contextmanager
     def kept_shards(self) -> Iterator[None]:

@@ -3,5 +3,15 @@
 from __future__ import annotations
 
 from lightning_osdp.stationary.operators import Ranks, as_whole, is_stationary, make_stationary, refusal, refusal_of_one
+from lightning_osdp.stationary.waiting import Reach, WaitingOutputs
 
-__all__ = ["Ranks", "as_whole", "is_stationary", "make_stationary", "refusal", "refusal_of_one"]
+__all__ = [
+    "Ranks",
+    "Reach",
+    "WaitingOutputs",
+    "as_whole",
+    "is_stationary",
+    "make_stationary",
+    "refusal",
+    "refusal_of_one",
+]

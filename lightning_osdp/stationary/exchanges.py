@@ -18,9 +18,9 @@ Sums are over ranks in their order, so they are the same each time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
+
+from lightning_osdp.stationary.waiting import WaitingOutputs
+
+MOVE_WEIGHTS = (
+    "To have operators that move activations move weights instead, plan anew with SearchSpace(modes=('ZDP', 'DP'))."
+)
+"""Last sentence of errors about such operators."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +46,12 @@ class Call:
     rank: int
     rows: tuple[int, ...]
     """Number of rows that each rank has."""
-    before_backward: Callable[[], object]
-    """Called on each rank before each exchange in backward."""
+    before_backward: Callable[[bool], object]
+    """Called on each rank before each exchange in backward, with True if ranks have agreed that all come to it."""
     on_function: Callable[[int], object] = lambda _: None
     """Called on each rank with a number for each function of features and what it is given, see `Features`."""
+    outputs: WaitingOutputs = field(default_factory=WaitingOutputs)
+    """Has the outputs of exchanges until backward comes to them."""
 
 
 def is_in_torch_func() -> bool:
@@ -63,26 +72,26 @@ def part_sizes(total: int, num_ranks: int) -> list[int]:
 
 def gather(rows: Tensor, call: Call) -> Tensor:
     """Rows of all ranks, (sum of rows, features), from those of each rank, (rows, features)."""
-    return _Exchange.apply(rows, call, _gathered, _summed)  # type: ignore[no-untyped-call,no-any-return]
+    return _exchange(rows, call, _gathered, _summed)
 
 
 def sum_up(summands: Tensor, call: Call) -> Tensor:
     """Sums over ranks of own rows, (rows, features), from summands for the rows of all, (sum of rows, features)."""
-    return _Exchange.apply(summands, call, _summed, _gathered)  # type: ignore[no-untyped-call,no-any-return]
+    return _exchange(summands, call, _summed, _gathered)
 
 
 def to_samples(part: Tensor, call: Call, num_features: int) -> Tensor:
     """All features of own rows, (rows, features), from a part of those of all rows, (sum of rows, part of features)."""
     sizes = part_sizes(num_features, len(call.rows))
     forward, backward = partial(_to_samples, sizes=sizes), partial(_to_features, sizes=sizes)
-    return _Exchange.apply(part, call, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
+    return _exchange(part, call, forward, backward)
 
 
 def to_features(rows: Tensor, call: Call) -> Tensor:
     """Part of the features of all rows, (sum of rows, part of features), from all of own rows, (rows, features)."""
     sizes = part_sizes(rows.shape[-1], len(call.rows))
     forward, backward = partial(_to_features, sizes=sizes), partial(_to_samples, sizes=sizes)
-    return _Exchange.apply(rows, call, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
+    return _exchange(rows, call, forward, backward)
 
 
 def own_part(parameter: DTensor) -> Tensor:
@@ -106,10 +115,17 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.call.before_backward()
+        ctx.call.before_backward(ctx.call.outputs.is_agreed(ctx.number))
         # both ways are linear, each the gradient of the other: a slope may be asked for, and learnt from
-        back = _Exchange.apply(gradient, ctx.call, ctx.back, ctx.there)  # type: ignore[no-untyped-call]
-        return back, None, None, None
+        return _exchange(gradient, ctx.call, ctx.back, ctx.there), None, None, None
+
+
+def _exchange(given: Tensor, call: Call, there: Callable[..., Tensor], back: Callable[..., Tensor]) -> Tensor:
+    found: Tensor = _Exchange.apply(given, call, there, back)  # type: ignore[no-untyped-call]
+    number, node = call.outputs.add([found]), cast("Any", found.grad_fn)
+    if node is not None:
+        node.number = number  # of its context
+    return found
 
 
 class _OwnPart(torch.autograd.Function):

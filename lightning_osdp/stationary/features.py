@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import Self, override
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.stationary.exchanges import Call
+from lightning_osdp.stationary.exchanges import MOVE_WEIGHTS, Call
 
 _ALSO_ELEMENTWISE = frozenset(
     {
@@ -251,5 +251,5 @@ def _refuse(pair: Pair, func: Any, why: str) -> NoReturn:
     raise ConfigurationError(
         f"Expected only elementwise functions of one tensor between {pair.firsts} and {pair.operators[-1]!r}, which"
         f" move activations as a pair, got {_name(func)}, {why}. Each rank has some features of all ranks' samples"
-        " there. Plan anew by leaving out `plan=`, or have them move weights."
+        f" there. {MOVE_WEIGHTS}"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_osdp.core.exchange import numbers_of_operators
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, RanksApartError
 from lightning_osdp.splitting import class_name, inside_compiled, parameter_like
 from lightning_osdp.stationary.exchanges import (
+    MOVE_WEIGHTS,
     Call,
     gather,
     is_in_torch_func,
@@ -34,11 +35,17 @@ from lightning_osdp.stationary.exchanges import (
     to_samples,
 )
 from lightning_osdp.stationary.features import Features, Pair
+from lightning_osdp.stationary.waiting import WaitingOutputs
 
 _STATE = "_osdp_stationary"
 """Attribute of modules that move activations."""
 _GATHERED = "_osdp_gathered"
 """Attribute of an input that one of two operators has gathered for both, until the other has taken that, too."""
+
+
+_NO_GRADIENTS, _WEIGHT_GRADIENTS, _INPUT_GRADIENTS = range(3)
+"""Gradients that a rank wants of a call: none, of weights, and of its input, too."""
+_NUM_WANTED = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,31 +54,54 @@ class Ranks:
 
     mesh: DeviceMesh
     """Mesh of one dimension."""
-    rows_of_ranks: Callable[[int], Sequence[int]]
-    """Gives, for the number of rows of this rank, those of all ranks, who all call it; raises where ranks are apart."""
-    before_backward: Callable[[], object] = lambda: None
-    """Called before each exchange in backward."""
+    numbers_of_ranks: Callable[[int], Sequence[int]]
+    """Gives, for a number of this rank, those of all ranks, who all call it; raises where ranks are apart."""
+    before_backward: Callable[[bool], object] = lambda _: None
+    """Called before each exchange in backward, see `Call.before_backward`."""
     on_function: Callable[[int], object] = lambda _: None
     """Called with a number for each function between a pair, see `Call.on_function`."""
+    outputs: WaitingOutputs = field(default_factory=WaitingOutputs)
+    """Has the outputs of exchanges until backward comes to them."""
     dtype: torch.dtype | None = None
     """Precision to compute in; None for that of the parameters."""
     casts_inputs: bool = False
     """True if inputs are cast to that precision."""
 
-    def call(self, num_rows: int) -> Call:
-        """Begins a call of an operator, which all ranks make at a time.
+    def call(self, rows: Tensor) -> tuple[Tensor, Call]:
+        """Begins a call of an operator with rows, which all ranks make at a time.
+
+        Returns the call with rows that need gradients if those of any rank do.
 
         Raises:
             ConfigurationError: ``torch.func`` calls it.
+            RanksApartError: some ranks want gradients, and others do not.
         """
         if is_in_torch_func():
             raise ConfigurationError(
                 "Expected operators that move activations to be called outside of torch.func, which cannot transform"
-                " exchanges between ranks. Plan anew by leaving out `plan=`, or have them move weights."
+                f" exchanges between ranks. {MOVE_WEIGHTS}"
             )
-        rows = self.rows_of_ranks(num_rows) if self.mesh.size() > 1 else [num_rows]
-        rank = self.mesh.get_local_rank()
-        return Call(self.mesh.get_group(), rank, tuple(rows), self.before_backward, self.on_function)
+        wanted = _INPUT_GRADIENTS if rows.requires_grad else _WEIGHT_GRADIENTS
+        wanted = wanted if torch.is_grad_enabled() else _NO_GRADIENTS
+        number = _NUM_WANTED * len(rows) + wanted
+        numbers = self.numbers_of_ranks(number) if self.mesh.size() > 1 else [number]
+        wanted_by_ranks = {each % _NUM_WANTED for each in numbers}
+        if len(wanted_by_ranks) > 1 and _NO_GRADIENTS in wanted_by_ranks:
+            raise RanksApartError(
+                "Expected all ranks or none to call an operator that moves activations under torch.no_grad, for each"
+                " computes with its part of the weights for the samples of all, but some ranks want gradients of this"
+                f" call. {MOVE_WEIGHTS}"
+            )
+        if wanted < max(wanted_by_ranks):
+            rows = rows.detach().requires_grad_()  # takes part in the exchange of the others' gradients
+        return rows, Call(
+            group=self.mesh.get_group(),
+            rank=self.mesh.get_local_rank(),
+            rows=tuple(each // _NUM_WANTED for each in numbers),
+            before_backward=self.before_backward,
+            on_function=self.on_function,
+            outputs=self.outputs,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,7 +155,7 @@ class _Linear(_Stationary):
             rows = rows.to(ranks.dtype)
         if torch.is_autocast_enabled(x.device.type) and rows.is_floating_point() and rows.dtype != torch.float64:
             rows = rows.to(torch.get_autocast_dtype(x.device.type))  # before it is sent
-        return rows, ranks.call(len(rows))
+        return ranks.call(rows)
 
 
 class _Column(_Linear):
@@ -205,7 +235,7 @@ class _Last(_Row):
             raise ConfigurationError(
                 f"Expected {pair.operators[-1]!r} to be given what {pair.firsts} made, with elementwise functions"
                 f" between, for they move activations as a pair; got another {type(input).__name__}."
-                " Plan anew by leaving out `plan=`, or have them move weights."
+                f" {MOVE_WEIGHTS}"
             )
         outputs = self._outputs_of(input.plain().flatten(0, -2), input.call)
         return outputs.view(*input.lead, self._num_outputs)
@@ -221,8 +251,8 @@ class _Embedding(_Stationary):
         """Output of the whole operator, (*, features), for this rank's indices, (*)."""
         parameter: Any = self._parameters["weight"]
         num_features = int(parameter.shape[1])
-        call = self._osdp_stationary.ranks.call(input.numel())
-        indices = gather(input.reshape(-1, 1), call)[:, 0]
+        rows, call = self._osdp_stationary.ranks.call(input.reshape(-1, 1))
+        indices = gather(rows, call)[:, 0]
         found = F.embedding(indices, self._own("weight"), self.padding_idx)
         return to_samples(found, call, num_features).view(*input.shape, num_features)
 

@@ -242,7 +242,7 @@ def _run_step(
                 for optimizer in fresh:
                     with sharded.stepping(optimizer):
                         optimizer.step()
-                _run_micro_batches(trainer, strategy, batch)
+                _run_micro_batches(trainer, strategy, sharded, batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -257,7 +257,7 @@ def _fresh_optimizer(optimizer: Optimizer) -> Optimizer:
     return copied(optimizer, {id(parameter): parameter for parameter in parameters})
 
 
-def _run_micro_batches(trainer: pl.Trainer, strategy: FSDPStrategy, batch: Any) -> None:
+def _run_micro_batches(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, batch: Any) -> None:
     """Runs the micro-batches of an optimizer step as Lightning's automatic optimization does."""
     module, number = trainer.lightning_module, trainer.accumulate_grad_batches
     for index in range(number):
@@ -267,8 +267,9 @@ def _run_micro_batches(trainer: pl.Trainer, strategy: FSDPStrategy, batch: Any) 
             if index == 0:
                 for optimizer in strategy.optimizers:
                     optimizer.zero_grad()
-            strategy.pre_backward(loss)
-            loss.backward()
+            with sharded.reaching_alike(loss) as loss:
+                strategy.pre_backward(loss)
+                loss.backward()
 
 
 def _next_batch(trainer: pl.Trainer) -> Any:

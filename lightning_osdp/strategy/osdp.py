@@ -376,6 +376,11 @@ class OSDPStrategy(FSDPStrategy):
         super().pre_backward(closure_loss)
         self._sharded.before_backward()
 
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with self._sharded.reaching_alike(closure_loss) as loss:
+            return super().backward(loss, *args, **kwargs)
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:

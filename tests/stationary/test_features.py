@@ -16,7 +16,7 @@ from lightning_osdp.stationary.features import Features, Pair
 
 
 def features(values, rank=0, pair=None):
-    call = Call(None, rank, (2, 2), lambda: None)
+    call = Call(None, rank, (2, 2), lambda _: None)
     return Features.of(values, pair or Pair(("up", "down")), call, torch.Size([2]))
 
 
@@ -57,7 +57,7 @@ def test_elementwise_functions_compute_as_on_plain_tensors(name):
 
 def test_functions_are_told_with_their_numbers_and_texts():
     told = []
-    call = Call(None, 0, (4,), lambda: None, told.append)
+    call = Call(None, 0, (4,), lambda _: None, told.append)
     given = Features.of(torch.randn(4, 3), Pair(("up", "down")), call, torch.Size([2]))
     for function in (
         lambda x: x * 2,
@@ -125,7 +125,7 @@ def test_other_functions_are_refused_each_time(name):
 
 
 def test_features_go_together_where_they_are_made_of_one_input():
-    pair, call = Pair(("gate", "up", "down")), Call(None, 0, (2, 2), lambda: None)
+    pair, call = Pair(("gate", "up", "down")), Call(None, 0, (2, 2), lambda _: None)
     gate, up = torch.randn(4, 3), torch.randn(4, 3)
     found = F.silu(Features.of(gate, pair, call, torch.Size([2]))) * Features.of(up, pair, call, torch.Size([2]))
     assert torch.equal(found.plain(), F.silu(gate) * up)

@@ -29,7 +29,7 @@ class Model(nn.Module):
 
 
 def ranks():
-    return Ranks(mesh=init_device_mesh("cpu", (1,)), rows_of_ranks=lambda num_rows: [num_rows])
+    return Ranks(mesh=init_device_mesh("cpu", (1,)), numbers_of_ranks=lambda number: [number])
 
 
 KINDS = {"embedding": ("embedding",), "pair": ("up", "down"), "column": ("last",)}

@@ -52,10 +52,13 @@ def forget_gradients(groups: Sequence[Any]) -> None:
 
 
 class WaitingForwards:
-    """Outputs of units that backward has not come to, for as long as their graphs live."""
+    """Outputs of units that backward has not come to, for as long as their graphs live.
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
+    ``note`` is given the outputs of each call that have gradients.
+    """
+
+    def __init__(self, root: nn.Module, note: Callable[[Sequence[Tensor]], None]) -> None:
+        self._root, self._note = root, note
         self._outputs: WeakSet[_Output] = WeakSet()
         for state in access.state_of(root)._state_ctx.all_states:
             state._register_pre_backward_hook = partial(self._register, state._register_pre_backward_hook)
@@ -75,9 +78,11 @@ class WaitingForwards:
         output = register(output)
         if torch.is_grad_enabled() and not is_in_backward(self._root):  # in backward, blocks only recompute
             noted = _Output(self._outputs)
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    tensor.register_hook(noted)
+            tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.grad_fn is not None]
+            for tensor in tensors:
+                tensor.register_hook(noted)
+            if not is_in_torch_func():
+                self._note(tensors)
         return output
 
 

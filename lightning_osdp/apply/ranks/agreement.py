@@ -20,6 +20,8 @@ from lightning_osdp.apply.ranks.hosts import new_host_group
 from lightning_osdp.apply.units import OVER_ALL
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
+from lightning_osdp.stationary import Reach
+from lightning_osdp.stationary.exchanges import MOVE_WEIGHTS
 
 _PRIME = 2**31 - 1
 _STEP = -1
@@ -36,11 +38,17 @@ _SAME_UNITS = (
     " inputs that do not count if need be, or make one unit of all that is chosen by rank. To generate for as"
     " long as each rank likes, do so within `with trainer.strategy.gathered(): ...`."
 )
+_SAME_LOSSES = (
+    "Expected backward to come to the same modules on every rank, for those that move activations exchange gradients"
+    " of all ranks' samples there, but the losses of ranks depend on different ones, within a block that recomputes or"
+    " offloads what it saves. Add what a rank leaves out to its loss, times 0, or have the block keep what it saves."
+    f" {MOVE_WEIGHTS}"
+)
 _SAME_FUNCTIONS = (
     "Expected every rank to apply the same functions, with the same numbers, to what is between operators that"
     " move activations as a pair, for each has some features of all ranks' samples there, but they applied"
-    " others in this step. Take numbers and choices from what is the same on all ranks, or have these operators"
-    " move weights: plan anew by leaving out `plan=`, or with other modes than 'stationary'."
+    " others in this step. Take numbers and choices from what is the same on all ranks."
+    f" {MOVE_WEIGHTS}"
 )
 
 
@@ -60,9 +68,10 @@ class Agreement:
       because it cannot report while it waits. In an evaluation each rank reports before it gathers a unit for the
       second time in one step: generated text may be longer on one rank than on another.
     - Units that move activations tell each other the numbers of rows that ranks have before each exchange in forward,
-      and that all ranks have come to this unit. In backward they do so in the first steps, as others do. Functions
-      between a pair, each with its numbers, are compared at the end of a step: each rank applies them to features of
-      all ranks' samples.
+      and that all ranks have come to this unit. Before backward ranks agree on what it comes to: a rank whose loss
+      leaves out what those of others depend on takes part with gradients of zero. Exchanges of a backward of which
+      nobody has told, such as ``torch.autograd.grad``, are each reported. Functions between a pair, each with its
+      numbers, are compared at the end of a step: each rank applies them to features of all ranks' samples.
     - Buffers are those of rank 0 when training begins. Buffers that have changed are taken from rank 0 before each step
       of an optimizer.
     - All ranks refuse a step if one rank finds writes to unsharded parameters that its shards cannot take over.
@@ -167,7 +176,7 @@ class Agreement:
             largest = iter(self._largest([*chain(*parts)]))
             order, functions, buffers, written, used = (list(islice(largest, len(part))) for part in parts)
             self._order = self._functions = 0
-            _check_same(order, _SAME_UNITS)
+            _check_same(order, self._same_units)
             _check_same(functions, _SAME_FUNCTIONS)
             self._buffers.take(buffers, self._group)
         self._writes.check(written)
@@ -239,53 +248,78 @@ class Agreement:
         if not self._is_paused:
             self._note(2 * unit + is_reduction)
 
-    def rows_of_ranks(self, unit: int, num_rows: int) -> Sequence[int]:
-        """Numbers of rows that ranks give a unit that moves activations, by rank. Call it on all ranks.
+    def numbers_of_ranks(self, unit: int, number: int) -> Sequence[int]:
+        """Numbers that ranks give when they come to a unit that moves activations, by rank. Call it on all ranks.
 
         Args:
-            unit: number of the unit among those that move activations.
-            num_rows: number of rows of this rank.
+            unit: number of the unit among those that move activations; their number for the begin of backward.
+            number: that of this rank.
 
         Raises:
             RanksApartError: another rank runs another unit at this time.
         """
         if self._group is None:
-            return [num_rows]
+            return [number]
         if self._is_paused:
-            return [num_rows] * self._group.size()
-        return self._note(2 * (len(self._groups) + unit), num_rows)
+            return [number] * self._group.size()
+        return self._note(2 * (len(self._groups) + unit), number)
 
-    def note_exchange(self, unit: int) -> None:
-        """Notes an exchange in backward of a unit that moves activations."""
+    def agree_on_backward(self, reach: Reach) -> Reach:
+        """Has backward come to the same outputs on all ranks, with gradients of zero where a loss leaves some out.
+
+        Call it on all ranks before backward.
+
+        Raises:
+            RanksApartError: backward cannot come to an output on some rank, or ranks run different units.
+        """
+        while self._num_exchanging and len({*self.numbers_of_ranks(self._num_exchanging, reach.digest)}) > 1:
+            assert self._group is not None
+            reports: list[Any] = [None] * self._group.size()
+            dist.all_gather_object(reports, (reach.numbers, reach.is_cut_off), group=self._group)
+            if any(is_cut_off for _, is_cut_off in reports):
+                raise RanksApartError(_SAME_LOSSES)
+            reach.come_to(set[int]().union(*(numbers for numbers, _ in reports)))
+        return reach
+
+    def note_exchange(self, unit: int, is_agreed: bool) -> None:
+        """Notes an exchange in backward of a unit that moves activations.
+
+        Raises:
+            RanksApartError: it was not agreed that all ranks come to it, and another rank runs another unit.
+        """
         if self._group is not None and not self._is_paused:
-            self._note(2 * (len(self._groups) + unit) + 1)
+            self._note(2 * (len(self._groups) + unit) + 1, None if is_agreed else 0)
 
     def note_function(self, digest: int) -> None:
         """Notes a function between a pair of operators that move activations, by a number of it and its numbers."""
         if self._group is not None and not self._is_paused:
             self._functions = (self._functions * 31 + digest) % _PRIME
 
-    def _note(self, event: int, num_rows: int | None = None) -> Sequence[int]:
-        """Notes an event that all ranks come to; returns the numbers of rows of all ranks where there is one."""
+    def _note(self, event: int, number: int | None = None) -> Sequence[int]:
+        """Notes an event that all ranks come to; returns the numbers of all ranks where there is one."""
         self._order = (self._order * 31 + event + 1) % _PRIME
         is_again = self._gathered is not None and event in self._gathered
         if self._gathered is not None:
             self._gathered.add(event)
-        if num_rows is not None or is_again or self._num_steps < _NUM_CHECKED:
-            return self._check(event, num_rows or 0)
+        if number is not None or is_again or self._num_steps < _NUM_CHECKED:
+            return self._check(event, number or 0)
         return ()
 
-    def _check(self, event: int, num_rows: int = 0) -> Sequence[int]:
-        """Raises `RanksApartError` unless all ranks report the same number; returns the numbers of rows of all ranks.
+    def _check(self, event: int, number: int = 0) -> Sequence[int]:
+        """Raises `RanksApartError` unless all ranks report the same event; returns the numbers of all ranks.
 
         Where units move activations, all reports have one length: those that do not go together are told apart.
         """
-        rows = [0] * self._group.size() if self._num_exchanging and self._group is not None else []
-        if rows:
-            rows[dist.get_rank()] = num_rows
-        largest = self._largest([event, -event, *rows])
-        _check_same(largest[:2], _SAME_UNITS)
+        numbers = [0] * self._group.size() if self._num_exchanging and self._group is not None else []
+        if numbers:
+            numbers[dist.get_rank()] = number
+        largest = self._largest([event, -event, *numbers])
+        _check_same(largest[:2], self._same_units)
         return largest[2:]
+
+    @property
+    def _same_units(self) -> str:
+        return f"{_SAME_UNITS} {MOVE_WEIGHTS}" if self._num_exchanging else _SAME_UNITS
 
     def _check_nodes(self) -> None:
         """Raises `RanksApartError` unless all nodes have the same values of units that each of them has all of."""

@@ -68,9 +68,9 @@ class Model(nn.Module):
         return self.head(x + self.wide(torch.tanh(self.narrow(x))))
 
 
-def _rows_of_ranks(num_rows):
+def _numbers_of_ranks(number):
     found = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, torch.tensor(num_rows))
+    dist.all_gather(found, torch.tensor(number))
     return [int(each) for each in found]
 
 
@@ -82,7 +82,7 @@ def _changed(model):
         kinds += [("column", (f"blocks.{index}.qkv",)), ("row", (f"blocks.{index}.out",))]
         kinds.append(("pair", (f"blocks.{index}.up", f"blocks.{index}.down")))
     for kind, operators in kinds:
-        make_stationary(model, kind, operators, Ranks(mesh=mesh, rows_of_ranks=_rows_of_ranks))
+        make_stationary(model, kind, operators, Ranks(mesh=mesh, numbers_of_ranks=_numbers_of_ranks))
     parts = {p for module in model.modules() if is_stationary(module) for p in module.parameters(recurse=False)}
     for block in model.blocks:
         fully_shard(block, mesh=mesh, ignored_params=parts)
@@ -192,7 +192,7 @@ def test_steps_of_weights_that_stand_the_other_way_equal_one_process(ranks):
 def exchanges(rows):
     """Checks what each exchange gives, in both directions, for so many rows of each rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    call = Call(dist.group.WORLD, rank, tuple(rows), lambda: None)
+    call = Call(dist.group.WORLD, rank, tuple(rows), lambda _: None)
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(sum(rows), 5, generator=generator)
     sizes, at = [2, 2, 1, 0] if num_ranks == 4 else [3, 2], sum(rows[:rank])
@@ -234,7 +234,7 @@ def masks():
     for weight in model.parameters():
         weight.data.fill_(1.0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    make_stationary(model, "pair", ("up", "down"), Ranks(mesh=mesh, rows_of_ranks=_rows_of_ranks))
+    make_stationary(model, "pair", ("up", "down"), Ranks(mesh=mesh, numbers_of_ranks=_numbers_of_ranks))
     seen = []
     model.drop.register_forward_hook(lambda _, __, output: seen.append(output.plain().detach() > 0))
     torch.manual_seed(0)

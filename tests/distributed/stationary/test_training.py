@@ -284,29 +284,6 @@ def test_ranks_that_do_not_call_an_operator_are_told_apart_before_the_exchange(r
         assert text.startswith("RanksApartError: Expected every rank to run the same modules in the same order")
 
 
-class Unlearnt(Chain):
-    """Its loss depends on the last layer on one rank only, though all call it."""
-
-    def loss(self, batch):
-        x, y = (tensor.to(self.scale.dtype) for tensor in batch)
-        hidden = self.norm(self.features(x))
-        told = self.last(hidden) * self.scale
-        return hidden.square().mean() if dist.get_rank() == 1 else F.mse_loss(told, y)
-
-
-EXCHANGES[Unlearnt] = EXCHANGES[Chain]
-
-
-def learns_on_one_rank():
-    return refusal(lambda: fitted(OSDPStrategy(plan=stationary_plan(Unlearnt), dry_run=False), Unlearnt()))
-
-
-def test_ranks_whose_losses_depend_on_other_operators_are_told_apart(ranks):
-    for text in ranks(2).run(learns_on_one_rank):
-        assert text is not None
-        assert text.startswith("RanksApartError: Expected every rank to run the same modules in the same order")
-
-
 BETWEEN = {
     "number": lambda h: h * (1.0 + dist.get_rank()),
     "function": lambda h: torch.relu(h) if dist.get_rank() else torch.tanh(h),
