@@ -183,7 +183,7 @@ _STATIONARY = Contest(
     models=("200,000 rows", "2 x 768, 32 tokens", "2 x 768"),
     rates_mbit=(200.0,),
     rivals=(BASE, *AHEAD, DDP),
-    spaces={_BY_WEIGHTS: {}, "OSDP": {"modes": [*NAMED_MODES]}},
+    spaces={_BY_WEIGHTS: {"modes": ["ZDP", "DP"]}, "OSDP": {"modes": [*NAMED_MODES]}},
 )
 _RACE = replace(
     _HEADLINE,
