@@ -132,15 +132,15 @@ def test_where_nothing_fits_the_exit_code_is_1_with_what_would(towers, run, answ
 
 def test_what_does_not_fit_on_devices_fits_with_states_on_the_host_or_it_is_told_what_lacks(towers, run, answer):
     given = (*ARGUMENTS, "--batch", "8", "--strategy", "OSDP")
-    # parameters, two states and gradients of 8398848 elements take 32.04 MiB on each of four devices
-    code, out, err = run(*given, "--memory", "32MiB", "--host_memory", "1GiB")
+    # parameters, two states and gradients of 4199424 elements take 16.02 MiB on each of four devices
+    code, out, err = run(*given, "--memory", "16MiB", "--host_memory", "1GiB")
     assert (code, err) == (0, "")
     assert "OSDP without" in out
     assert "does not fit" in out
     text = " ".join(out.split())
     assert "The host updates " in text
     assert "each may take 256 MiB." in text
-    code, out, _ = run(*given, "--memory", "32MiB", "--host_memory", "1MiB", "--json")
+    code, out, _ = run(*given, "--memory", "16MiB", "--host_memory", "1MiB", "--json")
     lacking = json.loads(out)
     assert (code, lacking["fits"]) == (1, False)
     assert "and may take 256 KiB" in lacking["why"]
