@@ -125,10 +125,10 @@ def weights_of(fit):
 
 
 @functools.cache
-def usual_bytes(space=SPACE, accumulates=1, **model):
+def usual_bytes(space=SPACE, accumulates=1, num_blocks=6):
     """Peak of the plan for the first batches where memory does not matter: nothing is freed, and nothing recomputes."""
     strategy = OSDPStrategy(batch_size="keep", search_space=space)
-    fit, *_ = fitted(strategy, [FIRST] * accumulates, module=Reader(**model).double(), accumulates=accumulates)
+    fit, *_ = fitted(strategy, [FIRST] * accumulates, module=Reader(num_blocks).double(), accumulates=accumulates)
     return fit.strategy.plan.peak_bytes
 
 
@@ -136,11 +136,12 @@ def limited(limit_bytes, *, space=SPACE, **options):
     return OSDPStrategy(batch_size="keep", search_space=space, memory_limit=f"{limit_bytes}B", **options)
 
 
-def compared(lengths, *, space=SPACE, accumulates=1, room=1.02, **options):
+def compared(lengths, *, space=SPACE, accumulates=1, room=1.02, num_blocks=6, **options):
     """A fit in little more memory than the first batches take, beside DDP."""
-    limit_bytes = round(room * usual_bytes(space, accumulates))
-    expected, module, *_ = fitted(ddp(), lengths, accumulates=accumulates)
-    fit, ours, recorder, told = fitted(limited(limit_bytes, space=space), lengths, accumulates=accumulates, **options)
+    limit_bytes, options["accumulates"] = round(room * usual_bytes(space, accumulates, num_blocks)), accumulates
+    modules = [Reader(num_blocks).double() for _ in range(2)]
+    expected, module, *_ = fitted(ddp(), lengths, module=modules[0], accumulates=accumulates)
+    fit, ours, recorder, told = fitted(limited(limit_bytes, space=space), lengths, module=modules[1], **options)
     monitor = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
     weights, of_ddp = weights_of(fit), weights_of(expected)
     return {
@@ -176,7 +177,7 @@ def in_windows(sync):
     """Long batches of one rank alone, second in an optimizer step, whose first one has left gradients."""
     lengths = [FIRST] * 6 + [FIRST, (FIRST, 8 * FIRST)] * 2 + [(4 * FIRST, FIRST), FIRST, FIRST, FIRST] + [FIRST] * 6
     space = dataclasses.replace(SPACE, sync=(sync,))
-    return compared(lengths, space=space, accumulates=2)
+    return compared(lengths, space=space, accumulates=2, room=1.1, num_blocks=3)
 
 
 def stays_long():
@@ -241,12 +242,12 @@ class Counting(L.Callback):
 def saves_and_validates():
     """Checkpoints and validations, on batches longer than any, under the plan for longer batches, and what is left."""
     counting = Counting()
-    folder, limit_bytes = shared_folder(), round(1.02 * usual_bytes())
+    folder, limit_bytes = shared_folder(), round(1.1 * usual_bytes(num_blocks=3))
     saved = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     fit, module, recorder, _ = fitted(
         limited(limit_bytes),
         [FIRST] * 3 + [8 * FIRST] * 3,
-        module=Validating().double(),
+        module=Validating(num_blocks=3).double(),
         validated=[16 * FIRST],
         val_check_interval=2,
         callbacks=[saved, counting],
