@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from lightning_osdp.cli.answer import step_seconds
 from lightning_osdp.core.axes import ACTIVATION_CHOICES, DEFAULT_ACTIVATIONS, NAMED_MODES, SELECTIVE
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
@@ -77,11 +77,10 @@ class Estimate:
 
     def compared(self) -> RenderableType:
         """Table of OSDP's plan, and the one without the host, above the strategies by hand."""
-        rows = [_row(each.name, each, self.plan) for each in self.by_hand]
-        if self.plan is not None and self.plan.host_bytes:
-            rows.insert(0, _row(_WITHOUT_HOST, self.on_device, self.plan))
-        if self.plan is not None:
-            rows.insert(0, _row(OSDP, self.plan, self.plan))
+        rows = [] if self.plan is None else [_row(OSDP, self.plan, self.plan)]
+        if self.plan is not None and _hosted(self.plan):
+            rows.append(_row(_WITHOUT_HOST, self.on_device, self.plan))
+        rows += [_row(each.name, each, self.plan) for each in self.by_hand]
         gain = () if self.plan is None else ("OSDP over it",)
         headings = ("micro-batch", "step", "samples/s", *gain, "peak")
         return table({"": "left", **dict.fromkeys(headings, "right")}, rows)
@@ -112,10 +111,9 @@ class Estimate:
         recomputing = f", {len(plan.blocks)} blocks do not keep what they save for backward" if plan.blocks else ""
         yield f"Between forward and backward it keeps {tell_kept(plan)}{recomputing}."
         if self.plan is not None and self.host_limit_bytes is not None:
-            updated = [unit for unit in plan.units if unit.gradient_bytes]
-            hosted = sum(any(effects_of(each).updates_on_host for each in unit.treatments) for unit in updated)
+            updated = sum(unit.gradient_bytes > 0 for unit in plan.units)
             yield (
-                f"The host updates {hosted} of {len(updated)} units, for which it takes"
+                f"The host updates {len(_hosted(plan))} of {updated} units, for which it takes"
                 f" {format_bytes(plan.host_bytes)} of its memory for each GPU; each may take"
                 f" {format_bytes(self.host_limit_bytes)}."
             )
@@ -158,7 +156,7 @@ class Estimate:
                 "saving_bytes": self.saving_bytes,
             }
             if self.host_limit_bytes is not None:
-                on_device = self.on_device if plan.host_bytes else plan
+                on_device = self.on_device if _hosted(plan) else plan
                 names = ("micro_batch_size", "num_micro_batches", "step_time_s", "samples_per_s", "peak_bytes")
                 document |= {
                     "host_bytes": plan.host_bytes,
@@ -260,7 +258,7 @@ class Strategies:
                 plan = planned("device") if host_limit_bytes is None else planned("device", "host")
             except InfeasibleError as error:
                 why_not = str(error)
-        if plan is not None and plan.host_bytes and host_limit_bytes is not None:
+        if plan is not None and _hosted(plan):
             with suppress(InfeasibleError):  # then the table says so
                 on_device = planned("device")
         return Estimate(
@@ -275,6 +273,15 @@ class Strategies:
             why_not=why_not,
             by_hand=by_hand,
         )
+
+
+def _hosted(plan: Plan) -> list[Unit]:
+    """Units that the host updates; a plan whose blocks offload takes its memory without any."""
+    return [
+        unit
+        for unit in plan.units
+        if unit.gradient_bytes and any(effects_of(each).updates_on_host for each in unit.treatments)
+    ]
 
 
 def _row(name: str, each: HandMade | Plan | None, plan: Plan | None) -> tuple[str, ...]:

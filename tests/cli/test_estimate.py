@@ -150,6 +150,16 @@ def test_what_does_not_fit_on_devices_fits_with_states_on_the_host_or_it_is_told
     assert plenty["on_device"]["step_time_s"] == plenty["plan"]["step_time_s"]
 
 
+def test_a_plan_whose_blocks_offload_has_none_without_the_host_beside_it(towers, run, answer):
+    given = (*ARGUMENTS, "--batch", "8", "--strategy", "OSDP", "--activations", "offload")
+    code, out, err = run(*given)
+    assert (code, err) == (0, "")
+    assert "OSDP without" not in out
+    found = answer(*given, "--host_memory", "1GiB")
+    assert found["host_bytes"] > 0
+    assert found["on_device"]["step_time_s"] == found["plan"]["step_time_s"]
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
