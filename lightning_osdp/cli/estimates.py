@@ -111,7 +111,7 @@ class Estimate:
         recomputing = f", {len(plan.blocks)} blocks do not keep what they save for backward" if plan.blocks else ""
         yield f"Between forward and backward it keeps {tell_kept(plan)}{recomputing}."
         if self.plan is not None and self.host_limit_bytes is not None:
-            updated = sum(unit.gradient_bytes > 0 for unit in plan.units)
+            updated = sum(bool(unit.gradient_bytes) for unit in plan.units)
             yield (
                 f"The host updates {len(_hosted(plan))} of {updated} units, for which it takes"
                 f" {format_bytes(plan.host_bytes)} of its memory for each GPU; each may take"

@@ -151,12 +151,11 @@ def _on_host(setting: Setting, peak: PeakMemory, memory_limit_bytes: int, host_l
     number, needed_bytes = sum(effects_of(mode).updates_on_host for mode in fewest), costs.host_bytes(fewest)
     if not number:  # it fits though no search has found it
         return ""
-    lacks = host_limit_bytes is not None and needed_bytes > host_limit_bytes
     which = f"the states of {number} of {len(costs.hosted)} units on the host"
-    if lacks:
+    if host_limit_bytes is not None and needed_bytes > host_limit_bytes:
         return (
             f" With {which} it would fit, for which a rank needs {format_bytes(needed_bytes)} of the host's memory, and"
-            f" may take {format_bytes(host_limit_bytes or 0)}."
+            f" may take {format_bytes(host_limit_bytes)}."
         )
     on_device = tuple(mode.but(states="device") for mode in fewest)
     slower = f", {costs.step_time_s(fewest) / costs.step_time_s(on_device):.2f}x slower" if is_timed else ""

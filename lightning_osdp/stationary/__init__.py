@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from lightning_osdp.stationary.exchanges import MOVE_WEIGHTS
 from lightning_osdp.stationary.operators import Ranks, as_whole, is_stationary, make_stationary, refusal, refusal_of_one
 from lightning_osdp.stationary.waiting import Reach, WaitingOutputs
 
 __all__ = [
+    "MOVE_WEIGHTS",
     "Ranks",
     "Reach",
     "WaitingOutputs",

@@ -13,8 +13,8 @@ from lightning_osdp import OSDPStrategy
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.stationary import is_stationary
-from tests.distributed.stationary.test_training import EXCHANGES, stationary_plan
-from tests.distributed.support.user_runs import WIDTH, Chain, ddp, difference, fitted, moved, refusal
+from tests.distributed.stationary.test_training import EXCHANGES, refused, stationary_plan
+from tests.distributed.support.user_runs import WIDTH, Chain, ddp, difference, fitted, moved
 from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
@@ -91,14 +91,13 @@ def test_ranks_whose_losses_leave_operators_out_train_as_under_ddp(ranks, world_
             assert far > 1e-3, part
 
 
-def refused():
+def refusals():
     """Errors, by what ranks do otherwise."""
     found = {}
     for part in ("no_grad", "asked", "block"):
         make = partial(Branching, part=part)
         blocks = [Block(name="aux", treatment=Treatment(saves="recompute"))] if part == "block" else []
-        plan = stationary_plan(make, "dp", blocks=blocks)
-        found[part] = refusal(lambda plan=plan, make=make: fitted(OSDPStrategy(plan=plan, dry_run=False), make()))
+        found[part] = refused(stationary_plan(make, "dp", blocks=blocks), make)
     return found
 
 
@@ -110,7 +109,7 @@ TEXTS = {
 
 
 def test_ranks_that_cannot_take_part_in_backward_are_an_error_on_all_ranks(ranks):
-    for found in ranks(2).run(refused):
+    for found in ranks(2).run(refusals):
         for part, text in TEXTS.items():
             assert found[part] is not None, part
             assert found[part].startswith(f"RanksApartError: {text}"), (part, found[part])

@@ -378,6 +378,11 @@ class Compiled(Chain):
         self.third.compile(backend="eager")
 
 
+def refused(plan, make):
+    """The error of a fit of a model under a plan."""
+    return refusal(lambda: fitted(OSDPStrategy(plan=plan, dry_run=False), make()))
+
+
 def refusals():
     found = {}
     for name, make, exchanges in (
@@ -387,8 +392,7 @@ def refusals():
         ("norm", Chain, [("column", ("norm",))]),
         ("compiled", Compiled, [("row", ("third",))]),
     ):
-        plan = stationary_plan(make, exchanges=exchanges)
-        found[name] = refusal(lambda plan=plan, make=make: fitted(OSDPStrategy(plan=plan, dry_run=False), make()))
+        found[name] = refused(stationary_plan(make, exchanges=exchanges), make)
     return found
 
 
