@@ -4,13 +4,13 @@
 """
 
 from lightning_osdp.scheduler.by_hand import BY_HAND, HandMade, made_by_hand
-from lightning_osdp.scheduler.candidates import Racer, are_close, candidates, room_for_longer, thriftier
-from lightning_osdp.scheduler.correcting import correction_of
 from lightning_osdp.scheduler.fallback import freeable_bytes, in_micro_batches, with_less_memory
-from lightning_osdp.scheduler.known_batches import KnownBatch, KnownBatches, Room, Shapes, times_longer
-from lightning_osdp.scheduler.pace import ALIKE, WATCHED_STEPS, Pace
 from lightning_osdp.scheduler.planning import ANY_PREFETCH, PlanMethod, judge_plan, make_plan, method_of
-from lightning_osdp.scheduler.race import Race, Turn
+from lightning_osdp.scheduler.replanning.candidates import Racer, are_close, candidates, room_for_longer, thriftier
+from lightning_osdp.scheduler.replanning.correcting import correction_of
+from lightning_osdp.scheduler.replanning.known_batches import KnownBatch, KnownBatches, Room, Shapes, times_longer
+from lightning_osdp.scheduler.replanning.pace import ALIKE, WATCHED_STEPS, Pace
+from lightning_osdp.scheduler.replanning.race import Race, Turn
 
 __all__ = [
     "ALIKE",

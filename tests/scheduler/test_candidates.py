@@ -26,7 +26,7 @@ from lightning_osdp.scheduler import (
     room_for_longer,
     thriftier,
 )
-from lightning_osdp.scheduler.candidates import MOST_CANDIDATES, MOST_LONGER, MOST_SLOWER, ROOMY
+from lightning_osdp.scheduler.replanning.candidates import MOST_CANDIDATES, MOST_LONGER, MOST_SLOWER, ROOMY
 from lightning_osdp.simulation import planned_step, seconds_by_link, simulate
 from tests import corpus
 from tests.plans import bare_plan

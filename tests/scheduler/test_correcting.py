@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.correction import Correction
-from lightning_osdp.scheduler.correcting import MOST, MOST_ERROR, TOLD_APART, nearest
+from lightning_osdp.scheduler.replanning.correcting import MOST, MOST_ERROR, TOLD_APART, nearest
 from tests.tiers import examples
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lightning_osdp.scheduler import KnownBatch, KnownBatches, Room
-from lightning_osdp.scheduler.known_batches import times_longer
+from lightning_osdp.scheduler.replanning.known_batches import times_longer
 
 
 def tokens(*shapes, dtype="int64"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_osdp.scheduler.pace import ALIKE, SLOWER, STEPS_APART, WATCHED_STEPS, Pace
+from lightning_osdp.scheduler.replanning.pace import ALIKE, SLOWER, STEPS_APART, WATCHED_STEPS, Pace
 
 LARGE, LARGER, LONGEST = 100, round(100 / ALIKE) - 1, 200
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_osdp.scheduler.race import COUNTED_STEPS, NEAR, TURNS, Race
+from lightning_osdp.scheduler.replanning.race import COUNTED_STEPS, NEAR, TURNS, Race
 
 RACERS = st.lists(st.tuples(st.floats(0.01, 10.0), st.booleans()), min_size=1, max_size=9)
 """True seconds of a step, and whether the racer is a baseline."""

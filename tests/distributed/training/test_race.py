@@ -19,7 +19,8 @@ from lightning_osdp.core.correction import Correction
 from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.tables import render
-from lightning_osdp.scheduler import Race, candidates, correcting, pace
+from lightning_osdp.scheduler import Race, candidates
+from lightning_osdp.scheduler.replanning import correcting, pace
 from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy import racing
 from tests.distributed.support.fits import shared_folder, stated_cluster, trainer, without_measuring

@@ -23,9 +23,9 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost import evaluation_peak
 from lightning_osdp.engine import FSDP2, effects_of
-from lightning_osdp.scheduler.known_batches import Room
 from lightning_osdp.scheduler.planned import may_recompute, plan_of
 from lightning_osdp.scheduler.planning import ANY_PREFETCH, planned_setting
+from lightning_osdp.scheduler.replanning.known_batches import Room
 
 MOST_SLOWER = 1.25
 """Predicted seconds, over those of the plan, up to which another one is a candidate; plain ones are so in any case."""
