@@ -12,13 +12,11 @@ from lightning_osdp.assign.assign import (
     Assignment,
     assign_modes,
     assignment_of,
-    bound_in_s,
-    bound_later_s,
-    bound_of_larger_s,
     fill_spare,
 )
+from lightning_osdp.assign.bounds import LeastSeconds, bound_in_s, bound_later_s, bound_of_larger_s
 from lightning_osdp.assign.menu import applicable
-from lightning_osdp.assign.merging.blocks import LeastSeconds, block_units, chosen_activations
+from lightning_osdp.assign.merging.blocks import block_units, chosen_activations
 from lightning_osdp.assign.merging.join import apart_units, join_units, pair_units, trained_together
 from lightning_osdp.assign.merging.share import share_units
 from lightning_osdp.assign.merging.slices import ever_more_slices

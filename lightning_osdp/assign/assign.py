@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
-from lightning_osdp.assign.merging.blocks import LeastSeconds
 from lightning_osdp.assign.merging.slices import agreed_on
-from lightning_osdp.assign.overlap import bound_overlapped, solve_overlapped
+from lightning_osdp.assign.overlap import solve_overlapped
 from lightning_osdp.assign.paths import Paths
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.solve import Solved, fill, solve
@@ -129,24 +128,6 @@ def assignment_of(setting: Setting, modes: Modes, *, bound_s: float | None) -> A
     return Assignment(setting=setting, modes=modes, step_time_s=time_s, bound_s=min(time_s, bound_s), is_exact=True)
 
 
-def bound_ahead_s(setting: Setting, modes: Modes, *, memory_limit_bytes: int, search: str, enough_s: float) -> float:
-    """Seconds that no modes go below that fit as if to gather ahead took no memory; more than enough is not looked for.
-
-    Args:
-        setting: a step with every unit gathered ahead that may be, whose modes with the least memory fit.
-        modes: good ones, which need not fit.
-        memory_limit_bytes: as of `assign_modes`.
-        search: likewise.
-        enough_s: seconds that are enough.
-    """
-    memory = setting.ahead_for_free.costs.memory
-    rooms = memory.room_bytes(memory_limit_bytes)
-    if setting.overlaps:
-        return bound_overlapped(setting, memory, rooms, modes, search=search, enough_s=enough_s)
-    solved = solve(replace(setting.costs.additive, memory=memory), rooms, search=search)
-    return solved.bound_s - setting.costs.root_more_s
-
-
 def _assigned(
     setting: Setting, memory_limit_bytes: int, search: str, worth_s: float, *, before: Assignment | None = None
 ) -> Assignment | None:
@@ -235,33 +216,3 @@ def _resident_as_well(setting: Setting, modes: Modes, time_s: float, memory_limi
         else:
             count //= 2
     return modes
-
-
-def bound_in_s(setting: Setting, *, memory_limit_bytes: int) -> float:
-    """Seconds that no modes go below that fit in so much memory, as far as they are found at once."""
-    costs = setting.ahead_for_free.costs
-    if setting.overlaps or costs.memory.peak_bytes(costs.least_memory_modes) > memory_limit_bytes:
-        return costs.least_s
-    solved = solve(costs.additive, costs.memory.room_bytes(memory_limit_bytes), search="greedy")
-    return solved.bound_s - costs.root_more_s
-
-
-def bound_later_s(setting: Setting, bound_s: float, *, micro_batch_size: int) -> float:
-    """Seconds that no modes go below at a larger micro-batch, of those that do not go below ``bound_s`` at this one.
-
-    Where nothing overlaps, each choice of modes takes so much longer as there is more to compute. Where something does,
-    none takes less than before, nor less than the paths of the larger micro-batch.
-    """
-    later = setting.at(micro_batch_size)
-    if setting.overlaps:
-        return max(bound_s, Paths(later).least_s())
-    return bound_s + later.costs.compute_s - setting.costs.compute_s
-
-
-def bound_of_larger_s(setting: Setting, bound_s: float, samples: int, least: LeastSeconds) -> float:
-    """Seconds that no modes, nor choices of blocks, go below at a larger micro-batch of those that fit there.
-
-    ``bound_s`` is a bound on all of them at the setting's own micro-batch.
-    """
-    more_s = 0.0 if setting.overlaps else least.more_s(samples, setting.workload.micro_batch_size)
-    return max(bound_s + more_s, least.step_s(samples))

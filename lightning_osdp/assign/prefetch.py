@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_osdp.assign.additive import Modes
-from lightning_osdp.assign.assign import Assignment, assign_modes, bound_ahead_s
+from lightning_osdp.assign.assign import Assignment, assign_modes
+from lightning_osdp.assign.bounds import bound_ahead_s
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
 from lightning_osdp.engine import GATHERS, Event, Moment, in_modes

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import TypeAlias
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.axes import KEEP
-from lightning_osdp.core.profile import BlockProfile, Crossing
 from lightning_osdp.core.units import UnitProfile, grouped, have_one_dtype, merged, outermost
-from lightning_osdp.cost import apart_s, block_s
-from lightning_osdp.engine import freed_bytes
-from lightning_osdp.search import Choice, Group, Problem
-from lightning_osdp.search.bound import relax
 
 
 def block_units(setting: Setting, activations: Sequence[str] = (KEEP,)) -> list[Setting]:
@@ -58,115 +48,3 @@ def chosen_activations(setting: Setting, modes: Modes) -> dict[str, str]:
     """Blocks that do not keep what they save -> what they do, with these modes, one per unit."""
     chosen = {unit.name: mode["saves"] for unit, mode in zip(setting.units, modes, strict=True)}
     return {name: choice for name, choice in {**chosen, **setting.decided.blocks}.items() if choice != KEEP}
-
-
-_Ways: TypeAlias = tuple[tuple[Affine, Affine], ...]
-"""Seconds and bytes of each way to treat something, by the samples of a micro-batch."""
-
-
-class LeastSeconds:
-    """Seconds that an optimizer step takes at least, whatever is a unit and what blocks do with what they save.
-
-    At the end of forward all that is saved is alive, beside shards of weights and of optimizer states, and what units
-    keep. What does not fit then has to be gathered again, made again or copied, and the more the more samples there
-    are. The seconds of that are bounded by a linear relaxation over units, blocks and their choices (`search.bound`).
-    Collectives count where nothing overlaps, without what it may save to share units. Where activations may move, what
-    is saved is another matter: all of it is taken to fit.
-
-    Args:
-        setting: with a unit for each operator, and blocks that are still to choose for.
-        choices: values of ``saves`` that are offered.
-        memory_limit_bytes: most bytes that may be alive on one rank.
-    """
-
-    def __init__(self, setting: Setting, choices: Sequence[str], *, memory_limit_bytes: int) -> None:
-        if setting.host_room_bytes is not None:  # other units than these may have room on the host
-            setting = dataclasses.replace(setting, host_room_bytes=None)
-        profile, cluster = setting.profile, setting.cluster
-        moves = bool(setting.moving) or any("moves" in mode for mode in setting.modes)
-        self._is_known = not (moves or setting.is_paper)
-        blocks = profile.blocks if self._is_known else ()
-        self._setting, self._number = setting, setting.workload.num_micro_batches
-        # other units may do what these may not: frozen ones apart, and those in which a module is called again
-        is_universal = all(
-            len(unit.calls) == 1 and unit.trainable_bytes == unit.parameter_bytes for unit in setting.units
-        )
-        self._has_collectives = is_universal and not setting.overlaps
-        segments_s = sum((part.forward_s + part.backward_s for part in profile.segments), ZERO)
-        self._compute_s = segments_s * self._number
-        self._update_s = setting.costs.optimizer_s
-        self._blocks = Counter(self._ways(block, choices) for block in blocks)
-        """Number of blocks that have these ways."""
-        hosted = bool(setting.costs.hosted)  # then units that have states on the device hold them
-        sharded = sum(each.parameter_bytes + (0 if hosted else each.optimizer_bytes) for each in profile)
-        left = Affine(memory_limit_bytes - profile.buffer_bytes - sharded / cluster.world_size)
-        self._left_bytes = left - profile.batch_bytes - profile.saved_bytes
-        for crossing in profile.crossings:  # what several blocks save is there once
-            self._left_bytes += crossing.num_bytes * (_num_savers(crossing, blocks) - 1)
-        self._known: dict[tuple[int, bool], float] = {}
-
-    def step_s(self, samples: int) -> float:
-        """Seconds of a step with micro-batches of so many samples; infinite where none fits."""
-        return self._compute_s.at(samples) + self._update_s + self._relaxed_s(samples, of_one=False)
-
-    def more_s(self, samples: int, than: int) -> float:
-        """Seconds by which such a step takes longer than one with smaller micro-batches in the same treatments.
-
-        Infinite where none fits.
-        """
-        return (samples - than) * (self._compute_s.per_sample + self._relaxed_s(samples, of_one=True))
-
-    def _ways(self, block: BlockProfile, choices: Sequence[str]) -> _Ways:
-        """Seconds in a step that each choice of a block takes, and bytes that it saves beyond those of ``keep``."""
-        ways = [(ZERO, ZERO)]
-        for choice in choices:
-            if choice in block.segments:
-                none_s, one_s = (block_s(block, choice, self._setting.cluster, samples) for samples in (0, 1))
-                freed = freed_bytes(self._setting.profile, block, choice)
-                ways.append((Affine(none_s, one_s - none_s) * self._number, ZERO - freed))
-        return tuple(ways)
-
-    @cached_property
-    def _units(self) -> Counter[_Ways]:
-        """Number of units that have these ways: seconds of collectives, and bytes held at the end of forward."""
-        units: list[_Ways] = []
-        setting, costs = self._setting, self._setting.costs
-        apart = apart_s(1, cluster=setting.cluster, workload=setting.workload)
-        for place, (unit, options) in enumerate(zip(setting.units, costs.options, strict=True)):
-            if unit.is_root and (setting.cluster.has_nodes or place in costs.hosted):
-                continue  # it may be sharded in the node, or have its states on the device, whatever is offered
-            ways = []
-            for mode in options:
-                seconds = max(0.0, costs.unit_s(unit, mode, "communication", "overhead") - apart)
-                ways.append((Affine(seconds), Affine(costs.memory.held_at(len(setting.units), place, mode))))
-            units.append(tuple(ways))
-        return Counter(units)
-
-    def _relaxed_s(self, samples: int, *, of_one: bool) -> float:
-        """Seconds beside those of segments; or what each sample adds to them, where modes do not change."""
-        known = samples, of_one
-        if not self._is_known:
-            return 0.0
-        if known not in self._known:
-            ways = self._blocks if of_one or not self._has_collectives else self._blocks + self._units
-            groups = tuple(
-                Group(
-                    choices=tuple(
-                        Choice(seconds.per_sample if of_one else seconds.at(samples), num_bytes.at(samples))
-                        for seconds, num_bytes in each
-                    ),
-                    count=count,
-                )
-                for each, count in ways.items()
-            )
-            problem = Problem(groups=groups, budget_bytes=self._left_bytes.at(samples))
-            fits = problem.least_bytes <= problem.budget_bytes
-            self._known[known] = relax(problem).bound_s if fits else math.inf
-        return self._known[known]
-
-
-def _num_savers(crossing: Crossing, blocks: Sequence[BlockProfile]) -> int:
-    """Number of blocks that may be the first to save a tensor, all that is outside of blocks being one; at least 1."""
-    firsts = {savers[0] for savers in crossing.savers.values() if savers}
-    owners = {next((block.name for block in blocks if block.span[0] <= first <= block.span[1]), "") for first in firsts}
-    return max(1, len(owners))
