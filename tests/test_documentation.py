@@ -21,7 +21,7 @@ import lightning_osdp
 ROOT = Path(__file__).parents[1]
 PAPER_MAP = (ROOT / "docs/research/paper_map.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-OPTIONS = (ROOT / "docs/options.md").read_text(encoding="utf-8")
+OPTIONS = (ROOT / "docs/reference/options.md").read_text(encoding="utf-8")
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
@@ -74,7 +74,7 @@ def test_the_manual_lists_every_option():
     assert listed == options
 
 
-MIGRATING_PAGE = (ROOT / "docs/migrating.md").read_text(encoding="utf-8")
+MIGRATING_PAGE = (ROOT / "docs/guide/migrating.md").read_text(encoding="utf-8")
 MIGRATING = re.findall(r"`(OSDPStrategy\(.*?\))`", MIGRATING_PAGE)
 
 
@@ -97,7 +97,7 @@ def test_the_manual_says_what_becomes_of_another_strategys_arguments(kind):
 @pytest.mark.parametrize("name", sorted(lightning_osdp.__all__))
 def test_every_public_name_is_documented(name):
     assert _resolve(f"lightning_osdp.{name}").__doc__
-    api = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    api = (ROOT / "docs/reference/api.md").read_text(encoding="utf-8")
     is_error = name.endswith("Error")  # documented with their module
     assert is_error or re.search(rf"auto\w+:: lightning_osdp\.{name}$", api, re.MULTILINE)
 
@@ -144,7 +144,7 @@ def needed_by(name, members):
     return {each for hint in shown for each in classes_in(hint)}
 
 
-SHOWN = dict(shown_on((ROOT / "docs/api.md").read_text(encoding="utf-8")))
+SHOWN = dict(shown_on((ROOT / "docs/reference/api.md").read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -165,7 +165,7 @@ def test_what_signatures_need_is_found():
 
 def test_the_manual_plans_without_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs/plans.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/plans.md").read_text(encoding="utf-8")
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "make_plan(" in block)
     exec(compile(code, "plans.md", "exec"), {})
     assert lightning_osdp.Plan.load("osdp_plan.json").world_size == 64
