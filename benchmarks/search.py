@@ -31,7 +31,7 @@ from benchmarks.measures.search.plans import Distance, PlanRow, measure_distance
 from benchmarks.measures.search.problems import paper_groups, random_groups, sliced_groups, with_budget
 from benchmarks.measures.section import RESULTS, Target, machine, wide_console
 from lightning_osdp.core.text.duration import format_seconds
-from lightning_osdp.search import SOLVERS, Group, Problem, Solution
+from lightning_osdp.planner.search import SOLVERS, Group, Problem, Solution
 
 MEASURED_SOLVERS = ("greedy", "depth_first")
 PAPER = "48 blocks x 2"

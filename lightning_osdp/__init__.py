@@ -29,8 +29,6 @@ from lightning_osdp.core.profile import (
     Rerun,
     Segment,
 )
-from lightning_osdp.cost import PeakMemory
-from lightning_osdp.engine import FSDP2, Event, Moment
 from lightning_osdp.errors import (
     ConfigurationError,
     InfeasibleError,
@@ -43,6 +41,10 @@ from lightning_osdp.errors import (
     UntraceableError,
 )
 from lightning_osdp.machines import Device, Interconnect, Machine
+from lightning_osdp.planner.cost import PeakMemory
+from lightning_osdp.planner.engine import FSDP2, Event, Moment
+from lightning_osdp.planner.scheduler import HandMade, PlanMethod, made_by_hand, make_plan
+from lightning_osdp.planner.simulation import Interval, StepEstimate, simulate
 from lightning_osdp.registration import register
 from lightning_osdp.report.advice import Advice, advise
 from lightning_osdp.report.alternatives import Alternative, Alternatives, find_alternatives
@@ -51,14 +53,12 @@ from lightning_osdp.report.difference import Decided, Difference, compare_plans
 from lightning_osdp.report.picture import draw_plan
 from lightning_osdp.report.tables import render_plan
 from lightning_osdp.report.trace import chrome_trace
-from lightning_osdp.scheduler import HandMade, PlanMethod, made_by_hand, make_plan
-from lightning_osdp.simulation import Interval, StepEstimate, simulate
 
 if TYPE_CHECKING:
     from lightning_osdp.apply import apply_plan, change_plan
     from lightning_osdp.callbacks.peak import AllocatorPeaks
     from lightning_osdp.callbacks.plan_monitor import Measured, PlanMonitor
-    from lightning_osdp.loss import chunked_cross_entropy
+    from lightning_osdp.operations.loss import chunked_cross_entropy
     from lightning_osdp.profiler import ComputePrecision, Together, TrainingStep, measure_cluster, profile_model
     from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
 
@@ -67,7 +67,7 @@ _LATER = {
     "apply": ("apply_plan", "change_plan"),
     "callbacks.peak": ("AllocatorPeaks",),
     "callbacks.plan_monitor": ("Measured", "PlanMonitor"),
-    "loss": ("chunked_cross_entropy",),
+    "operations.loss": ("chunked_cross_entropy",),
     "profiler": ("ComputePrecision", "Together", "TrainingStep", "measure_cluster", "profile_model"),
     "strategy": ("OSDPPrecision", "OSDPStrategy"),
 }

@@ -17,11 +17,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 from hypothesis import settings
 
-from lightning_osdp.assign import Setting
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.profile import Cut, ModelProfile, OperatorProfile, ParameterProfile, Segment
 from lightning_osdp.core.units import partition
+from lightning_osdp.planner.assign import Setting
 
 # An example's duration says nothing of the code. Examples stay the same every time, so that a change makes tests fail;
 # `pytest --hypothesis-profile=random` looks for others.

@@ -16,7 +16,7 @@ from lightning_osdp.core.profile import (
     Segment,
 )
 from lightning_osdp.core.step import Workload
-from lightning_osdp.engine import FSDP2
+from lightning_osdp.planner.engine import FSDP2
 
 KIB = 1024
 

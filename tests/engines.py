@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
-from lightning_osdp.engine import FSDP2
+from lightning_osdp.planner.engine import FSDP2
 
 ENGINES = st.builds(
     FSDP2,

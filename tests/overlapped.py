@@ -2,11 +2,11 @@
 
 from hypothesis import strategies as st
 
-from lightning_osdp.assign import Setting
 from lightning_osdp.core.axes import ALL_MODES, MODES, modes_of
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload
+from lightning_osdp.planner.assign import Setting
+from lightning_osdp.planner.cost import Workload
 from tests.engines import ENGINES
 
 

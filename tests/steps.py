@@ -3,10 +3,10 @@
 import itertools
 import math
 
-from lightning_osdp.assign import assign_modes, fill_spare
 from lightning_osdp.core.cluster import Cluster, Link, Links
 from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import partition
+from lightning_osdp.planner.assign import assign_modes, fill_spare
 
 FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
 SLOW, FAST = (Link(latency_s=0.0, seconds_per_byte=s_per_byte) for s_per_byte in (1e-3, 1e-6))

@@ -27,10 +27,10 @@ from lightning_osdp import (
 )
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
+from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.profiler import fingerprint
 from lightning_osdp.report.picture import save_picture
 from lightning_osdp.report.tables import plan_table, render
-from lightning_osdp.simulation import simulate
 
 fuzzed = settings(
     max_examples=int(os.environ.get("OSDP_FUZZ_EXAMPLES", "25" if settings().derandomize else "100")),

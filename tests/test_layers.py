@@ -10,7 +10,7 @@ import pytest
 import lightning_osdp
 
 PACKAGE = Path(lightning_osdp.__file__).parent
-PLANNER = ["errors", "core", "engine", "cost", "simulation", "search", "assign", "scheduler", "report"]
+PLANNER = ["errors", "core", "machines", "planner", "report"]
 BLOCKED = ["torch", "lightning", "fairscale", "torchmetrics"]
 
 PRELUDE = f"""
@@ -62,7 +62,7 @@ def test_the_planner_plans_without_torch_and_lightning():
         """
         from lightning_osdp.core.cluster import Cluster, Link
         from lightning_osdp.core.profile import ModelProfile, OperatorProfile
-        from lightning_osdp.scheduler import make_plan
+        from lightning_osdp.planner.scheduler import make_plan
 
         link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
         sizes = dict.fromkeys(["parameter_bytes", "gathered_bytes", "trainable_bytes", "gradient_bytes"], 4000)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_osdp.assign import Setting, block_units
 from lightning_osdp.core.axes import NAMED_MODES, modes_of
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import TERMS
-from lightning_osdp.simulation import simulate_step
+from lightning_osdp.planner.assign import Setting, block_units
+from lightning_osdp.planner.cost import TERMS
+from lightning_osdp.planner.simulation import simulate_step
 from tests import corpus
 
 KEPT = Path(__file__).parent / "fixtures" / "predictions.json"

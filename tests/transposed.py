@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_osdp.splitting.splitters import SPLITTERS, SplitConv1D
+from lightning_osdp.operations.splitting.splitters import SPLITTERS, SplitConv1D
 
 
 class Conv1D(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_osdp.apply.internals import access, gathering, in_flight
-from lightning_osdp.reduce_scatter import reduce_scatter
+from lightning_osdp.operations.reduce_scatter import reduce_scatter
 
 
 def scatter_in_flight(root: nn.Module) -> None:

@@ -24,7 +24,7 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import LiveBytes
 
 PHASES = ("forward", "backward", "reduce-scatter", "optimizer step")
-"""Phases of a step, as `lightning_osdp.cost` names them; the first three come once per micro-batch."""
+"""Phases of a step, as `lightning_osdp.planner.cost` names them; the first three come once per micro-batch."""
 WARM_UP_STEPS = 1
 """Steps that are not counted: optimizer state and the first gradients are made. From then on steps are alike."""
 

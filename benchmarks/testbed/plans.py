@@ -11,7 +11,7 @@ from lightning_osdp import Cluster, ModelProfile, simulate
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.batch_policy import largest_fitting
 from lightning_osdp.core.plans.plan import Plan, Unit
-from lightning_osdp.engine import effects_of, planned_collectives
+from lightning_osdp.planner.engine import effects_of, planned_collectives
 from lightning_osdp.profiler import fingerprint
 
 
@@ -81,7 +81,7 @@ def sent_bytes(plan: Plan) -> float:
         DP          2
         HSDP, HDP   1 all-reduce between nodes
 
-    What is left out is as in `lightning_osdp.engine.planned_collectives`.
+    What is left out is as in `lightning_osdp.planner.engine.planned_collectives`.
     """
     sent, ranks = 0.0, plan.world_size
     for unit in plan.units:

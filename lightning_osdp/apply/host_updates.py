@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.optimizers import can_update_on_host, fused_on_host, states_of
+from lightning_osdp.operations.optimizers import can_update_on_host, fused_on_host, states_of
 
 
 class Stepped(NamedTuple):

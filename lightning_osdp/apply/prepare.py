@@ -19,10 +19,10 @@ from typing_extensions import override
 
 from lightning_osdp.apply.internals import access
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.engine import effects_of
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError, ProfileError
-from lightning_osdp.splitting import SplitModule, compiled_whole, parameter_like, split, splittable
-from lightning_osdp.stationary import is_stationary, refusal
+from lightning_osdp.operations.splitting import SplitModule, compiled_whole, parameter_like, split, splittable
+from lightning_osdp.operations.stationary import is_stationary, refusal
+from lightning_osdp.planner.engine import effects_of
 
 _log = logging.getLogger(__name__)
 

@@ -46,9 +46,9 @@ from lightning_osdp.core.axes import Treatment, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
-from lightning_osdp.engine import DEFAULT, check_change, effects_of, engine_of
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import cuts_of, join_names
+from lightning_osdp.operations.splitting import cuts_of, join_names
+from lightning_osdp.planner.engine import DEFAULT, check_change, effects_of, engine_of
 
 T = TypeVar("T")
 

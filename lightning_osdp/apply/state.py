@@ -21,7 +21,15 @@ from torch.utils.hooks import RemovableHandle
 from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows
 from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
-from lightning_osdp.splitting import JoinedShards, cut_of, cut_states, cuts_of, gathered, join_names, join_states
+from lightning_osdp.operations.splitting import (
+    JoinedShards,
+    cut_of,
+    cut_states,
+    cuts_of,
+    gathered,
+    join_names,
+    join_states,
+)
 
 
 def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows
 from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.apply.state import check_number, load_optimizer, whole_parameters
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import JoinedShards
+from lightning_osdp.operations.splitting import JoinedShards
 
 _MODEL = "model"
 

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_osdp.apply.internals import gathering, resident
 from lightning_osdp.apply.units import Meshes, ShardedUnit
 from lightning_osdp.core.axes import AXES, Treatment
-from lightning_osdp.engine import effects_of
+from lightning_osdp.planner.engine import effects_of
 
 
 def _nothing(*_: Any, **__: Any) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from lightning_osdp.apply.internals import dtensors, gathering, sharding
 from lightning_osdp.apply.prepare import children_first
 from lightning_osdp.core.axes import DP, ZDP, Treatment
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.engine import FSDP2, effects_of
-from lightning_osdp.splitting import compiled_whole
+from lightning_osdp.operations.splitting import compiled_whole
+from lightning_osdp.planner.engine import FSDP2, effects_of
 
 _NAMES = ("nodes", "node")
 NODE_GROUPS = tuple(f"mesh_{name}" for name in _NAMES)

@@ -22,7 +22,7 @@ from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows, Stepped
 from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.apply.units import ONE_MESH
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.optimizers import check_supported, copied, is_elementwise
+from lightning_osdp.operations.optimizers import check_supported, copied, is_elementwise
 
 _NUM_STEPS = 2
 """Number of steps in which an optimizer is tried."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import host_rows_of, whole_storages
-from lightning_osdp.optimizers import states_of
+from lightning_osdp.operations.optimizers import states_of
 from lightning_osdp.profiler import Census, LiveBytes, tensors_in
 
 T = TypeVar("T", bound=pl.Callback)

@@ -21,10 +21,10 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planner.scheduler import WATCHED_STEPS, Pace
 from lightning_osdp.profiler import samples_in
 from lightning_osdp.profiler.machine.stopwatch import Mark, between_s, mark, synchronize
 from lightning_osdp.report.tables import comparison_table, show
-from lightning_osdp.scheduler import WATCHED_STEPS, Pace
 
 _KEPT_STEPS = 1000
 """Number of latest steps that the medians of the final table are taken over."""

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planner.simulation import StepEstimate
 from lightning_osdp.report.advice import Advice
 from lightning_osdp.report.tables import plan_table, render
-from lightning_osdp.simulation import StepEstimate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,13 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.progress import Progress
-from lightning_osdp.engine import effects_of
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.machines import PUBLISHED_RATES, Machine
+from lightning_osdp.planner.engine import effects_of
+from lightning_osdp.planner.scheduler import BY_HAND, HandMade, PlanMethod, made_by_hand, make_plan
+from lightning_osdp.planner.simulation import StepEstimate, simulate
 from lightning_osdp.report.sentences import tell_kept, tell_peak
 from lightning_osdp.report.tables import table
-from lightning_osdp.scheduler import BY_HAND, HandMade, PlanMethod, made_by_hand, make_plan
-from lightning_osdp.simulation import StepEstimate, simulate
 
 OSDP = "OSDP"
 _WITHOUT_HOST = f"{OSDP} without the host"

@@ -12,13 +12,13 @@ from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.folding import fold_names
 from lightning_osdp.core.text.stored import PLAN_FILENAME
+from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.advice import advise
 from lightning_osdp.report.alternatives import Alternative, Alternatives, find_alternatives
 from lightning_osdp.report.cases import Price, memory_price
 from lightning_osdp.report.difference import compare_plans
 from lightning_osdp.report.tables import Justify, table
 from lightning_osdp.report.trace import chrome_trace
-from lightning_osdp.simulation import simulate
 
 _LABELS = {
     "samples_per_s": "samples/s",

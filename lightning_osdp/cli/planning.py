@@ -13,10 +13,10 @@ from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PROFILE_FILENAME
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planner.scheduler import make_plan
 from lightning_osdp.report.advice import advise
 from lightning_osdp.report.cases import Case, what_if
 from lightning_osdp.report.tables import table
-from lightning_osdp.scheduler import make_plan
 
 _Number = TypeVar("_Number", int, float)
 

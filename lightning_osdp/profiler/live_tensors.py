@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.core.text.byte_size import format_bytes
-from lightning_osdp.splitting import JoinedShards
+from lightning_osdp.operations.splitting import JoinedShards
 
 
 class LiveBytes(TorchDispatchMode):

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.optimizers import can_update_on_host, check_supported, copied, fused_on_host, states_of
+from lightning_osdp.operations.optimizers import can_update_on_host, check_supported, copied, fused_on_host, states_of
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.operation_time import OperationRecorder, roofline_s, segment_seconds

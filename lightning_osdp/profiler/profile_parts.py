@@ -27,6 +27,9 @@ from lightning_osdp.core.profile import (
     Segment,
     Span,
 )
+from lightning_osdp.operations.splitting import cut_dims, inside_compiled, splittable
+from lightning_osdp.operations.stationary import refusal_of_one
+from lightning_osdp.planner.search.levels import Result, find_levels
 from lightning_osdp.profiler.optimizer import OptimizedParameter
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.rerun_time import Again, LevelOverhead
@@ -35,9 +38,6 @@ from lightning_osdp.profiler.tracing.calls import Flow
 from lightning_osdp.profiler.tracing.operators import Operator
 from lightning_osdp.profiler.tracing.saved_bytes import Activations
 from lightning_osdp.profiler.tracing.trace import Trace
-from lightning_osdp.search.levels import Result, find_levels
-from lightning_osdp.splitting import cut_dims, inside_compiled, splittable
-from lightning_osdp.stationary import refusal_of_one
 
 _WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes", "rerun_workspace_bytes")
 _AFFINE_BYTES = ("saved_bytes", "handed_bytes", "evaluation_bytes", *_WORKSPACES)

@@ -23,13 +23,13 @@ from typing_extensions import override
 
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import Span
+from lightning_osdp.operations.recomputation import KeptResults, is_heavy
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.operation_time import Operation, OperationRecorder
 from lightning_osdp.profiler.step.run_step import StepRunner
 from lightning_osdp.profiler.tracing.calls import Position, followed
 from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
 from lightning_osdp.profiler.tracing.trace import Trace, find_blocks
-from lightning_osdp.recomputation import KeptResults, is_heavy
 
 _NUM_PRODUCTS, _NUM_BETWEEN = 7, 5
 """Products of a block whose overhead is measured, and operations after each: about those of a Llama block."""

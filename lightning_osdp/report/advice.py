@@ -18,9 +18,9 @@ from lightning_osdp.core.profile import CHUNKS, ModelProfile, in_chunks
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import unit_s
-from lightning_osdp.engine import engine_of
-from lightning_osdp.simulation import StepEstimate, planned_step, simulate
+from lightning_osdp.planner.cost import unit_s
+from lightning_osdp.planner.engine import engine_of
+from lightning_osdp.planner.simulation import StepEstimate, planned_step, simulate
 
 WORTH = 0.02
 """Fraction of the seconds of a step that a change must save."""

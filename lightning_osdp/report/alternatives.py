@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from lightning_osdp.assign import applicable
 from lightning_osdp.core.axes import KEEP, Treatment, freed_and_kept
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
@@ -16,10 +15,11 @@ from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.core.text.nearest import nearest
-from lightning_osdp.engine import effects_of, engine_of
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planner.assign import applicable
+from lightning_osdp.planner.engine import effects_of, engine_of
+from lightning_osdp.planner.simulation import planned_activations, planned_step, simulate
 from lightning_osdp.report.sentences import is_inside, name_treatment
-from lightning_osdp.simulation import planned_activations, planned_step, simulate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from lightning_osdp.core.cluster import MOST_RANKS, Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.scheduler import make_plan, method_of
+from lightning_osdp.planner.scheduler import make_plan, method_of
 
 
 @dataclass(frozen=True, kw_only=True)

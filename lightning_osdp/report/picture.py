@@ -23,7 +23,7 @@ from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, RESIDENT, STATIONARY, Z
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
-from lightning_osdp.engine import Moment
+from lightning_osdp.planner.engine import Moment
 from lightning_osdp.report.sentences import explain, is_inside, is_predicted, name_treatment, summarise
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from lightning_osdp.core.profile import CHUNKS
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.folding import fold_names
-from lightning_osdp.engine import Collective, effects_of, planned_collectives
+from lightning_osdp.planner.engine import Collective, effects_of, planned_collectives
 
 MOST_PATTERNS = 8
 """Folded names that one row spells out."""

@@ -17,8 +17,8 @@ from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.step import Step
-from lightning_osdp.engine import Moment
-from lightning_osdp.simulation import Interval, StepEstimate, planned_step, simulate
+from lightning_osdp.planner.engine import Moment
+from lightning_osdp.planner.simulation import Interval, StepEstimate, planned_step, simulate
 
 STREAMS = ("compute", "communication", "copy")
 """Rows of the trace: what the device computes, the collectives, and copies to host memory and back."""

@@ -24,7 +24,8 @@ from lightning_osdp.core.plans.plan import Block, Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.optimizers import copied, states_of
+from lightning_osdp.operations.optimizers import copied, states_of
+from lightning_osdp.planner.scheduler import freeable_bytes, in_micro_batches, with_less_memory
 from lightning_osdp.profiler import (
     Census,
     LiveBytes,
@@ -35,7 +36,6 @@ from lightning_osdp.profiler import (
     tensors_in,
     untouched,
 )
-from lightning_osdp.scheduler import freeable_bytes, in_micro_batches, with_less_memory
 from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.batching.first_batch import first_batch, read_once_source
 from lightning_osdp.strategy.planning.publish import publish

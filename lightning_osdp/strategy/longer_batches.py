@@ -18,8 +18,7 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.profiler import raise_if_fatal, samples_in
-from lightning_osdp.scheduler import (
+from lightning_osdp.planner.scheduler import (
     KnownBatch,
     KnownBatches,
     Room,
@@ -28,7 +27,8 @@ from lightning_osdp.scheduler import (
     thriftier,
     times_longer,
 )
-from lightning_osdp.simulation import simulate
+from lightning_osdp.planner.simulation import simulate
+from lightning_osdp.profiler import raise_if_fatal, samples_in
 from lightning_osdp.strategy.batching.first_batch import shapes_of
 from lightning_osdp.strategy.dry_run import keeping_less
 from lightning_osdp.strategy.planning.profile_fit import BatchProfiler

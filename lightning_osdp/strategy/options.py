@@ -17,10 +17,10 @@ from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.plan import COST_MODELS, Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
-from lightning_osdp.engine import AUTO, FSDP2
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.scheduler import ANY_PREFETCH
-from lightning_osdp.search import SOLVERS
+from lightning_osdp.planner.engine import AUTO, FSDP2
+from lightning_osdp.planner.scheduler import ANY_PREFETCH
+from lightning_osdp.planner.search import SOLVERS
 from lightning_osdp.strategy.runtime.launcher import StartMethod
 
 _BATCH_SIZES = ("auto", "divide", "keep", "scale")

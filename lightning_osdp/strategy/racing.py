@@ -19,9 +19,18 @@ from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planner.scheduler import (
+    ALIKE,
+    WATCHED_STEPS,
+    Pace,
+    Race,
+    Racer,
+    are_close,
+    candidates,
+    correction_of,
+)
+from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.sentences import tell_correction
-from lightning_osdp.scheduler import ALIKE, WATCHED_STEPS, Pace, Race, Racer, are_close, candidates, correction_of
-from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning.publish import write_plan
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, in_step, on_rank_zero

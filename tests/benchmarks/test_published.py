@@ -22,7 +22,7 @@ from benchmarks.measures.simulated.published import (
     targets,
     wrong_orders,
 )
-from lightning_osdp.engine import Moment
+from lightning_osdp.planner.engine import Moment
 from tests.tiers import slow
 
 MIB = 2**20

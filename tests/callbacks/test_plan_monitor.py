@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_osdp import PlanMonitor
-from lightning_osdp.scheduler.replanning.pace import WATCHED_STEPS
+from lightning_osdp.planner.scheduler.replanning.pace import WATCHED_STEPS
 from tests.plans import bare_plan
 
 

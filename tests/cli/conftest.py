@@ -12,7 +12,7 @@ from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, OperatorProfile, OptimizerProfile
-from lightning_osdp.scheduler import make_plan
+from lightning_osdp.planner.scheduler import make_plan
 
 MIB = 2**20
 

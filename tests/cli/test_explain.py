@@ -10,10 +10,10 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planner.scheduler import PlanMethod, make_plan
+from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.alternatives import find_alternatives
 from lightning_osdp.report.cases import memory_price
-from lightning_osdp.scheduler import PlanMethod, make_plan
-from lightning_osdp.simulation import simulate
 
 GIB = 2**30
 

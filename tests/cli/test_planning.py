@@ -7,7 +7,7 @@ import pytest
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.scheduler import make_plan
+from lightning_osdp.planner.scheduler import make_plan
 
 MIB = 2**20
 

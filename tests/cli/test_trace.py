@@ -10,8 +10,8 @@ from torch.profiler._trace_validator import validate_trace
 
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.trace import STREAMS, chrome_trace
-from lightning_osdp.simulation import simulate
 
 REQUIRED = {
     "X": {"ph", "cat", "name", "pid", "tid", "ts", "dur", "args"},

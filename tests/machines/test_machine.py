@@ -5,9 +5,9 @@ import re
 import pytest
 
 from lightning_osdp.core.cluster import CUDA_HEADROOM
-from lightning_osdp.engine import in_flight_bytes
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.machines import Machine, read_catalog
+from lightning_osdp.planner.engine import in_flight_bytes
 
 OWN = """
 [devices.mine]

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.testbed.groups import fake_group
+from lightning_osdp.operations.splitting import JoinedShards
 from lightning_osdp.profiler import Census
-from lightning_osdp.splitting import JoinedShards
 
 
 def shapes(tensors):

@@ -22,11 +22,11 @@ from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import CHUNKS, BlockProfile, Segment, in_chunks
+from lightning_osdp.planner.scheduler import make_plan
+from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.profiler import LiveBytes, TrainingStep, profile_model
 from lightning_osdp.report.advice import advise
 from lightning_osdp.report.tables import render_plan
-from lightning_osdp.scheduler import make_plan
-from lightning_osdp.simulation import simulate
 
 MUCH = 2**40
 SPACE = SearchSpace(share_units=False, slices=(1,), min_unit_bytes=0, sync=("every",))

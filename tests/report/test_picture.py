@@ -9,10 +9,10 @@ import pytest
 from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
-from lightning_osdp.engine import Moment
+from lightning_osdp.planner.engine import Moment
+from lightning_osdp.planner.scheduler import make_plan
+from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.picture import BANDS, HATCHES, KINDS, LIMIT_COLOUR, draw_plan, save_picture
-from lightning_osdp.scheduler import make_plan
-from lightning_osdp.simulation import simulate
 from tests.plans import menu
 
 MIB = 2**20

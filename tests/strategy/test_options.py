@@ -7,7 +7,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 
 import lightning_osdp
 from lightning_osdp import ConfigurationError, OSDPStrategy, SearchSpace
-from lightning_osdp.engine import FSDP2
+from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_cpu_offload, pop_prefetch
 
 

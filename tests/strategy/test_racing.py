@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.scheduler import Racer
+from lightning_osdp.planner.scheduler import Racer
 from lightning_osdp.strategy import racing
 from lightning_osdp.strategy.racing import Racing
 from tests.plans import bare_plan

@@ -23,9 +23,9 @@ from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile, partition
-from lightning_osdp.engine import engine_of
+from lightning_osdp.planner.engine import engine_of
+from lightning_osdp.planner.simulation import StepEstimate, planned_step, simulate_step
 from lightning_osdp.profiler import ComputePrecision
-from lightning_osdp.simulation import StepEstimate, planned_step, simulate_step
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from benchmarks.testbed.step import Step, time_in_turns
 from lightning_osdp import Cluster, ModelProfile, measure_cluster, profile_model
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.units import partition
-from lightning_osdp.simulation import simulate
+from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
 
 _log = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from lightning_osdp import Cluster, ModelProfile, OSDPStrategy, TrainingStep, me
 from lightning_osdp.core.axes import STATIONARY, Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block, Plan
+from lightning_osdp.planner.scheduler import make_plan as search
+from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.profiler.machine.cluster import LEAST_HIDDEN, begin_reduce_scatter, beside_products, hidden_share
-from lightning_osdp.scheduler import make_plan as search
-from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
 
 NUM_RANKS = 2

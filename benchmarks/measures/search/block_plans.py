@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from benchmarks.measures.search.plans import SAMPLES, PlanRow, cluster, row, setting, transformer
-from lightning_osdp.assign import assign_modes, block_units
 from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.axes import ACTIVATION_CHOICES, DP
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, ModelProfile, Segment
-from lightning_osdp.engine import with_activations
-from lightning_osdp.scheduler import make_plan
+from lightning_osdp.planner.assign import assign_modes, block_units
+from lightning_osdp.planner.engine import with_activations
+from lightning_osdp.planner.scheduler import make_plan
 
 ADDITIVE = "modes and activations"
 """Name of the rows on whole blocks: a nested knapsack, where nothing overlaps."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from lightning_osdp.assign import Setting, assign_modes
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP
 from lightning_osdp.core.batch_policy import BatchPolicy
@@ -22,9 +21,10 @@ from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Segment
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload
-from lightning_osdp.engine import FSDP2
-from lightning_osdp.scheduler import make_plan
+from lightning_osdp.planner.assign import Setting, assign_modes
+from lightning_osdp.planner.cost import Workload
+from lightning_osdp.planner.engine import FSDP2
+from lightning_osdp.planner.scheduler import make_plan
 
 LINK = Link(latency_s=10e-6, seconds_per_byte=1 / 50e9)
 OVERHEAD = {"gather": UnitOverhead(fixed_s=10e-6), "flatten": UnitOverhead(fixed_s=40e-6)}

@@ -6,7 +6,7 @@ import math
 import random
 
 from lightning_osdp.core.cluster import Link
-from lightning_osdp.search import Choice, Group, Problem
+from lightning_osdp.planner.search import Choice, Group, Problem
 
 LINK = Link(latency_s=20e-6, seconds_per_byte=1 / 10e9)
 """Ethernet-like: 20 us a ring step, 10 GB/s."""

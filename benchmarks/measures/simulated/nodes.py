@@ -18,9 +18,9 @@ from lightning_osdp import InfeasibleError, Machine, ModelProfile, SearchSpace, 
 from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
+from lightning_osdp.planner.scheduler import made_by_hand
 from lightning_osdp.profiler.without_weights import DescribedModel
 from lightning_osdp.report.sentences import tell_kept
-from lightning_osdp.scheduler import made_by_hand
 
 SEQUENCE = 4096
 """Tokens of a sample."""

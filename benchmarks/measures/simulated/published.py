@@ -20,15 +20,15 @@ from benchmarks.measures.section import Row, Section, Target
 from benchmarks.measures.simulated.allocator import reserved
 from benchmarks.measures.simulated.models import Sizes, made
 from lightning_osdp import ComputePrecision, Machine, ModelProfile, TrainingStep, profile_model
-from lightning_osdp.assign import Setting
 from lightning_osdp.core.axes import DP, HDP, HSDP, ZDP, Treatment, freed_and_kept
 from lightning_osdp.core.cluster import CUDA_HEADROOM
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import grouped
-from lightning_osdp.engine import FSDP2, Moment
 from lightning_osdp.machines import PUBLISHED_RATES
-from lightning_osdp.simulation import simulate_step
-from lightning_osdp.simulation.step import reserved_by
+from lightning_osdp.planner.assign import Setting
+from lightning_osdp.planner.engine import FSDP2, Moment
+from lightning_osdp.planner.simulation import simulate_step
+from lightning_osdp.planner.simulation.step import reserved_by
 
 if sys.version_info >= (3, 11):
     import tomllib

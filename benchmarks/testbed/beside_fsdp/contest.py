@@ -35,18 +35,18 @@ from lightning_osdp import (
     profile_model,
     simulate,
 )
-from lightning_osdp.assign import assign_ahead
 from lightning_osdp.core.affine import ZERO
 from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.slices import slice_names
-from lightning_osdp.scheduler import ANY_PREFETCH, candidates, judge_plan
-from lightning_osdp.scheduler.planned import plan_of
-from lightning_osdp.scheduler.planning import planned_setting
-from lightning_osdp.simulation.plan import planned_step
-from lightning_osdp.simulation.step import StepEstimate
+from lightning_osdp.planner.assign import assign_ahead
+from lightning_osdp.planner.scheduler import ANY_PREFETCH, candidates, judge_plan
+from lightning_osdp.planner.scheduler.planned import plan_of
+from lightning_osdp.planner.scheduler.planning import planned_setting
+from lightning_osdp.planner.simulation.plan import planned_step
+from lightning_osdp.planner.simulation.step import StepEstimate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
 
 UNLIMITED = 2**62

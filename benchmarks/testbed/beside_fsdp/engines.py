@@ -25,7 +25,7 @@ from lightning_osdp.apply.internals import gathering
 from lightning_osdp.apply.updates import stepping_on_rows
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.engine import effects_of
+from lightning_osdp.planner.engine import effects_of
 from lightning_osdp.profiler import LiveBytes
 
 BY_HAND, BY_HAND_ON_ROWS = "fully_shard by hand", "fully_shard by hand, steps on rows"

@@ -21,7 +21,7 @@ from benchmarks.testbed.plans import plan_of
 from lightning_osdp.core.axes import ANYTHING, DP, HDP, HPZ, HSDP, NAMED_MODES, RESIDENT, ZDP, Treatment
 from lightning_osdp.core.plans import plan as plans
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.engine import effects_of
+from lightning_osdp.planner.engine import effects_of
 
 _SHARDINGS = {"FULL_SHARD": ZDP, "SHARD_GRAD_OP": DP, "HYBRID_SHARD": HSDP, "HYBRID_SHARD_ZERO2": HDP}
 

@@ -26,7 +26,7 @@ from lightning_osdp.apply.ranks.buffers import version_of
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
-from lightning_osdp.recomputation import KeptResults
+from lightning_osdp.operations.recomputation import KeptResults
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from lightning_osdp.apply.internals import dtensors, gathering
-from lightning_osdp.engine import BLOCKS_IN_FLIGHT
-from lightning_osdp.engine.layout import pinned_bytes
+from lightning_osdp.planner.engine import BLOCKS_IN_FLIGHT
+from lightning_osdp.planner.engine.layout import pinned_bytes
 
 
 class CopyStream:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.apply.internals import access, gathering
-from lightning_osdp.stationary.exchanges import is_in_torch_func
+from lightning_osdp.operations.stationary.exchanges import is_in_torch_func
 
 
 def _reduce_unfrozen(groups: Sequence[Any]) -> None:

@@ -1,8 +1,8 @@
 """Reduce-scatters of units on gloo that go on while backward computes, with nothing of torch changed.
 
 ``fully_shard`` calls a reduce-scatter that it waits for, and makes gradients of shards views of what that has filled.
-Here it only begins (`lightning_osdp.reduce_scatter`): its output is filled later, and the gradients with it. Until then
-they are put aside, so that who looks at a shard's gradient inside of backward finds what was there before.
+Here it only begins (`lightning_osdp.operations.reduce_scatter`): its output is filled later, and the gradients with it.
+Until then they are put aside, so that who looks at a shard's gradient inside of backward finds what was there before.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
 from lightning_osdp.apply.internals import access
-from lightning_osdp.engine import REDUCTIONS_IN_FLIGHT
-from lightning_osdp.reduce_scatter import ReduceScatter, add_up, can_add_up, is_by_gloo, scatter
+from lightning_osdp.operations.reduce_scatter import ReduceScatter, add_up, can_add_up, is_by_gloo, scatter
+from lightning_osdp.planner.engine import REDUCTIONS_IN_FLIGHT
 
 
 class ReduceScatters:

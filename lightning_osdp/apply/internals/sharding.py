@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_osdp.apply.internals import access, dtensors, gathering, resident
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import parameter_like
+from lightning_osdp.operations.splitting import parameter_like
 
 T = TypeVar("T")
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")

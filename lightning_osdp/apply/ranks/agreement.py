@@ -20,7 +20,7 @@ from lightning_osdp.apply.ranks.hosts import new_host_group
 from lightning_osdp.apply.units import OVER_ALL
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
-from lightning_osdp.stationary import MOVE_WEIGHTS, Reach
+from lightning_osdp.operations.stationary import MOVE_WEIGHTS, Reach
 
 _PRIME = 2**31 - 1
 _STEP = -1

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Cluster, Contention, Link, Links
+from lightning_osdp.operations.reduce_scatter import is_by_gloo, scatter
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.memory import (
     available_host_bytes,
@@ -22,7 +23,6 @@ from lightning_osdp.profiler.machine.memory import (
 )
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_s, fastest_together_s, synchronize
 from lightning_osdp.profiler.machine.unit_overhead import measure_call_s, measure_slice_s, measure_unit_overhead
-from lightning_osdp.reduce_scatter import is_by_gloo, scatter
 
 _SIZES_BYTES = tuple(4**exponent for exponent in range(7, 15))
 """Sizes of collectives by which a link is measured: 16 KiB to 256 MiB, as far as the model asks for and time allows."""

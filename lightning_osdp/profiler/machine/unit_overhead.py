@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_osdp.core.cluster import Cluster, UnitOverhead
+from lightning_osdp.operations.reduce_scatter import ReduceScatter, is_by_gloo
+from lightning_osdp.operations.splitting import split
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
-from lightning_osdp.reduce_scatter import ReduceScatter, is_by_gloo
-from lightning_osdp.splitting import split
 
 _SMALL, _MEDIUM, _LARGE = 64, 512, 1024
 """Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""

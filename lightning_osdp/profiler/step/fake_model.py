@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_osdp.errors import OSDPError, UntraceableError
+from lightning_osdp.operations.splitting import parameter_like
 from lightning_osdp.profiler.step.snapshot import is_left_alone, tensors_in, untouched
-from lightning_osdp.splitting import parameter_like
 
 aten = torch.ops.aten
 _log = logging.getLogger(__name__)

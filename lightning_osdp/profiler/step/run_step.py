@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_osdp.errors import ProfileError
+from lightning_osdp.operations.splitting import compiled
 from lightning_osdp.profiler.step.fake_model import faked
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
-from lightning_osdp.splitting import compiled
 
 TrialRun: TypeAlias = "AbstractContextManager[tuple[Callable[[], Any], Any]]"
 """Yields a function that runs forward once, and its batch; on exit the module is as before."""

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.core.profile import Span
 from lightning_osdp.errors import ProfileError
+from lightning_osdp.operations.stationary.exchanges import is_in_torch_func
 from lightning_osdp.profiler.step.snapshot import storage_key
-from lightning_osdp.stationary.exchanges import is_in_torch_func
 
 Stack = tuple[str, ...]
 """Names of the modules that are running, innermost first, always ending with the root ``""``."""

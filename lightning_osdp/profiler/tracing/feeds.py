@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from lightning_osdp.operations.splitting.splitters import SPLITTERS, class_name
+from lightning_osdp.operations.stationary.exchanges import is_in_torch_func
+from lightning_osdp.operations.stationary.features import is_elementwise, is_number_of_all, is_of_one_rank
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Position
-from lightning_osdp.splitting.splitters import SPLITTERS, class_name
-from lightning_osdp.stationary.exchanges import is_in_torch_func
-from lightning_osdp.stationary.features import is_elementwise, is_number_of_all, is_of_one_rank
 
 
 class Handed(NamedTuple):

@@ -20,8 +20,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_osdp.errors import ProfileError
+from lightning_osdp.operations.splitting import compiled_whole
 from lightning_osdp.profiler.tracing.calls import Calls
-from lightning_osdp.splitting import compiled_whole
 
 
 @dataclass(frozen=True)

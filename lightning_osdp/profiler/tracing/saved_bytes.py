@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_osdp.core.profile import Span
+from lightning_osdp.operations.recomputation import KeptResults
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.step.run_step import loss_in
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
@@ -28,7 +29,6 @@ from lightning_osdp.profiler.tracing.feeds import Feeds, Handed, recorded_feeds
 from lightning_osdp.profiler.tracing.operators import find_operators
 from lightning_osdp.profiler.tracing.reruns import RerunPlace, recorded_reruns
 from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
-from lightning_osdp.recomputation import KeptResults
 
 Saved = tuple[tuple[bool, int, int], int]
 """Place and bytes of a tensor that a segment saves and a block gets or returns. The place is (is_near, where, number).

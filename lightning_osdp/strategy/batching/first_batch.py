@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from lightning_osdp.callbacks.peak import elements_in
 from lightning_osdp.errors import ProfileError
+from lightning_osdp.planner.scheduler import Shapes
 from lightning_osdp.profiler import samples_in, tensors_in
-from lightning_osdp.scheduler import Shapes
 from lightning_osdp.strategy.batching.loaders import batches_in_order, common_size, copy_loader
 
 NUM_SEARCHED_BATCHES = 100

@@ -26,8 +26,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.step import Workload
 from lightning_osdp.errors import ConfigurationError, OSDPError, PlanFormatError
+from lightning_osdp.operations.splitting import JoinedShards
 from lightning_osdp.profiler import tensors_in
-from lightning_osdp.splitting import JoinedShards
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, on_rank_zero
 
 _STATES = ("state_dict", "optimizer_states")

@@ -25,9 +25,9 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, PlanFormatError, ProfileError
+from lightning_osdp.planner.scheduler import PlanMethod, in_micro_batches
 from lightning_osdp.profiler import fingerprint, measure_cluster, raise_if_fatal
 from lightning_osdp.report.sentences import tell_accumulation, tell_correction
-from lightning_osdp.scheduler import PlanMethod, in_micro_batches
 from lightning_osdp.strategy.batching.division import (
     Division,
     Windows,

@@ -12,9 +12,9 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress
-from lightning_osdp.engine import AUTO, FSDP2
 from lightning_osdp.errors import ConfigurationError, PlanFormatError
-from lightning_osdp.scheduler import PlanMethod, judge_plan, make_plan
+from lightning_osdp.planner.engine import AUTO, FSDP2
+from lightning_osdp.planner.scheduler import PlanMethod, judge_plan, make_plan
 from lightning_osdp.strategy.batching.division import division_text
 
 _MEMORY_VARIATION = 1.1

@@ -23,10 +23,10 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PLAN_FILENAME, PROFILE_FILENAME
+from lightning_osdp.planner.simulation import StepEstimate, simulate
 from lightning_osdp.report.advice import Advice, advise
 from lightning_osdp.report.picture import save_picture
 from lightning_osdp.report.tables import plan_table, show
-from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
 
 _LINES_APART_S = 10.0

@@ -17,7 +17,7 @@ from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.internals import gathering
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
-from lightning_osdp.recomputation import is_heavy
+from lightning_osdp.operations.recomputation import is_heavy
 from tests.distributed.memory import test_activations as activations
 from tests.distributed.support.fits import largest_difference, plan_for
 from tests.distributed.support.models import GPT
@@ -262,7 +262,7 @@ def test_experts_at_levels(ranks, is_mixed):
         assert products[0] > products[-1] == 0
 
 
-@pytest.mark.slow  # see tests/test_recomputation.py
+@pytest.mark.slow  # see tests/operations/test_recomputation.py
 @pytest.mark.parametrize("name", [*USERS])
 def test_blocks_of_users_at_levels(ranks, name):
     for difference, are_kept in ranks(2).run(of_users, name=name):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_osdp import OSDPStrategy, SearchSpace
 from lightning_osdp.callbacks import peak
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
-from lightning_osdp.simulation import simulate
+from lightning_osdp.planner.simulation import simulate
 from tests.distributed.support.fits import plan_for, profile_of, stated_cluster, trainer
 from tests.distributed.support.models import WideMLP, build
 from tests.tiers import slow

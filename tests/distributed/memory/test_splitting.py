@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 from lightning_osdp.errors import OSDPError
-from lightning_osdp.splitting import splittable
+from lightning_osdp.operations.splitting import splittable
 from tests.distributed.support.fits import largest_difference, trainer
 from tests.distributed.support.split_models import KINDS, AtStart, SplitNet, differing, in_nodes, split_plan, unequal
 from tests.tiers import slow

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_flatten_with_path
 from lightning_osdp.apply import StoredShards, state
 from lightning_osdp.apply.state import numbered
 from lightning_osdp.errors import OSDPError
+from lightning_osdp.operations.splitting import JoinedShards, split
 from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.splitting import JoinedShards, split
 from tests.distributed.support import checkpoint_fixtures
 from tests.distributed.support.checkpoint_fixtures import Varied
 from tests.distributed.support.split_models import consolidate, unequal

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_osdp.stationary import Ranks, is_stationary, make_stationary
-from lightning_osdp.stationary.exchanges import Call, gather, sum_up, to_features, to_samples
+from lightning_osdp.operations.stationary import Ranks, is_stationary, make_stationary
+from lightning_osdp.operations.stationary.exchanges import Call, gather, sum_up, to_features, to_samples
 from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed

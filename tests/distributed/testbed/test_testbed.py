@@ -15,7 +15,7 @@ from benchmarks.testbed.simulated import SimulatedLinks
 from benchmarks.testbed.step import Step
 from lightning_osdp.apply import local
 from lightning_osdp.apply.internals import in_flight
-from lightning_osdp.reduce_scatter import reduce_scatter
+from lightning_osdp.operations.reduce_scatter import reduce_scatter
 from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed

@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 
 from lightning_osdp import BatchPolicy, OSDPPrecision, OSDPStrategy, SearchSpace, make_plan
 from lightning_osdp.core.cluster import Link
-from lightning_osdp.engine import FSDP2, effects_of, engine_of
-from lightning_osdp.engine.effects import num_all_gathers
+from lightning_osdp.planner.engine import FSDP2, effects_of, engine_of
+from lightning_osdp.planner.engine.effects import num_all_gathers
+from lightning_osdp.planner.simulation import planned_step
 from lightning_osdp.report.sentences import wire_bytes
-from lightning_osdp.simulation import planned_step
 from tests.distributed.support.fits import fitted, profile_of, stated_cluster
 from tests.distributed.support.models import BATCH_SIZE, Base, Block
 from tests.distributed.training.test_resident import Adapted, differs, whole

@@ -20,9 +20,9 @@ from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.core.axes import ACTIVATION_CHOICES, Treatment
 from lightning_osdp.core.plans.plan import Block
-from lightning_osdp.engine import engine_of
+from lightning_osdp.planner.engine import engine_of
+from lightning_osdp.planner.simulation import planned_step
 from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.simulation import planned_step
 from tests.distributed.support.fits import failure, shared_folder, stated_cluster, trainer
 from tests.distributed.support.parts import (
     BLOCKS,

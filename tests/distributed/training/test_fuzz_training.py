@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_osdp.splitting import splittable
+from lightning_osdp.operations.splitting import splittable
 from tests.distributed.support.fuzzed_training import Net, differences, fits_apart
 
 pytestmark = pytest.mark.distributed

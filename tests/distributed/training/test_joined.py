@@ -15,8 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from lightning_osdp import OSDPStrategy, SearchSpace, make_plan
-from lightning_osdp.engine import FSDP2, engine_of
-from lightning_osdp.simulation import planned_step
+from lightning_osdp.planner.engine import FSDP2, engine_of
+from lightning_osdp.planner.simulation import planned_step
 from tests.distributed.support.fits import largest_difference, profile_of, stated_cluster, trained
 from tests.distributed.support.models import BATCH_SIZE, GPT, MODELS, OddMLP, build
 from tests.tiers import slow

@@ -16,12 +16,12 @@ from lightning_osdp import OSDPPrecision, OSDPStrategy, Plan, PlanMonitor, Searc
 from lightning_osdp.callbacks import plan_monitor
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS
 from lightning_osdp.core.correction import Correction
-from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planner.engine import engine_of
+from lightning_osdp.planner.scheduler import Race, candidates
+from lightning_osdp.planner.scheduler.replanning import correcting, pace
+from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.tables import render
-from lightning_osdp.scheduler import Race, candidates
-from lightning_osdp.scheduler.replanning import correcting, pace
-from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy import racing
 from tests.distributed.support.fits import shared_folder, stated_cluster, trainer, without_measuring
 from tests.distributed.support.parts import BLOCKS, MICRO_BATCHES, Net, apart
@@ -432,7 +432,7 @@ def test_a_fit_that_ends_in_a_race_is_resumed_and_one_that_has_had_a_race_has_no
         assert later == (expected if goes_on else {})
 
 
-@pytest.mark.slow  # tests/scheduler/test_pace.py says when they do
+@pytest.mark.slow  # tests/planner/scheduler/test_pace.py says when they do
 def test_plans_race_again_when_steps_have_become_slower_but_not_too_often(ranks):
     for found in ranks(2).run(becomes_slower):
         assert (found["apart"], found["won"], found["is written"]) == (0.0, 2, True)

@@ -13,14 +13,14 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.slices import split_operators
-from lightning_osdp.cost import exact_peak
-from lightning_osdp.engine import FSDP2, freed_bytes, with_activations
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.operations.recomputation import KeptResults
+from lightning_osdp.planner.cost import exact_peak
+from lightning_osdp.planner.engine import FSDP2, freed_bytes, with_activations
+from lightning_osdp.planner.search.levels import ENOUGH
 from lightning_osdp.profiler import profile_model
 from lightning_osdp.profiler.tracing.calls import recorded_calls
 from lightning_osdp.profiler.tracing.trace import find_blocks
-from lightning_osdp.recomputation import KeptResults
-from lightning_osdp.search.levels import ENOUGH
 from tests.steps import step_of
 from tests.tiers import slow
 

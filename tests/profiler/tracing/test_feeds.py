@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_osdp.core.affine import ZERO, Affine
+from lightning_osdp.operations.stationary import refusal
 from lightning_osdp.profiler import profile_model
-from lightning_osdp.stationary import refusal
 from tests.profiler.traced import Net
 from tests.tiers import slow
 

@@ -1,0 +1,41 @@
+"""Operators cut into slices that are gathered one after the other; the model's numbers and names stay."""
+
+from __future__ import annotations
+
+from lightning_osdp.operations.splitting.module import (
+    SplitModule,
+    cut_states,
+    cuts_of,
+    join_names,
+    join_states,
+    parameter_like,
+)
+from lightning_osdp.operations.splitting.sharded import JoinedShards, cut_of, gathered
+from lightning_osdp.operations.splitting.splitters import (
+    class_name,
+    compiled,
+    compiled_whole,
+    cut_dims,
+    inside_compiled,
+    split,
+    splittable,
+)
+
+__all__ = [
+    "JoinedShards",
+    "SplitModule",
+    "class_name",
+    "compiled",
+    "compiled_whole",
+    "cut_dims",
+    "cut_of",
+    "cut_states",
+    "cuts_of",
+    "gathered",
+    "inside_compiled",
+    "join_names",
+    "join_states",
+    "parameter_like",
+    "split",
+    "splittable",
+]

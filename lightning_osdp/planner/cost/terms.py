@@ -1,0 +1,260 @@
+"""Seconds of one unit in an optimizer step if nothing overlaps: functions that add up, listed in `TERMS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from lightning_osdp.core.axes import ZDP, Treatment
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.exchange import Exchange
+from lightning_osdp.core.profile import BlockProfile, ModelProfile
+from lightning_osdp.core.step import Workload
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.planner.engine import (
+    COLLECTIVES,
+    DEFAULT,
+    EXCHANGES,
+    FSDP2,
+    Collective,
+    block_effects,
+    effects_of,
+    messages,
+)
+
+_NUMBER_BYTES = 4
+"""Bytes of each number on which ranks agree before inputs are exchanged."""
+
+
+def communication_s(
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+) -> float:
+    """All-gathers and reduce-scatters, or exchanges of activations.
+
+    Equation 2, with alpha and beta of each collective apart, for each of K micro-batches that reduces gradients:
+
+        t_ZDP = 2 AG(S) + RS(S) = 3 (N-1) alpha + 3 (N-1)/N S beta    where both collectives cost the same
+        t_DP  = 1 AG(S) + RS(S) = 2 (N-1) alpha + 2 (N-1)/N S beta
+
+    Where only the last one reduces them, a step takes 2 K AG(S) + RS(S) of a ZDP unit and AG(S) + RS(S) of a DP one.
+    An hpZ unit takes as a ZDP one, but backward's all-gathers are over the ranks of a node, on the links inside of it.
+    So are all collectives of a unit that is sharded in the node, on m ranks, and each reduce-scatter is followed by an
+    all-reduce of S/m between N/m nodes.
+
+    A unit that moves activations takes 2 K (exchange of inputs + exchange of outputs), gradients included, which grow
+    with the micro-batch, see `engine.exchanges`.
+
+    How many collectives there are where forward calls a module again, or backward runs a block again, and how many
+    bytes they carry, is the engine's. A unit without trainable parameters reduces nothing.
+
+    References:
+        OSDP (Jiang et al. 2022), equation 2.
+    """
+    seconds = collectives_s(unit, mode, cluster=cluster, workload=workload, engine=engine)
+    return sum(seconds.values())
+
+
+def collectives_s(
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+) -> Mapping[Collective, float]:
+    """Seconds of `communication_s` by collective, in the order of `COLLECTIVES`."""
+    numbers = effects_of(mode).collectives(unit, num_micro_batches=workload.num_micro_batches)
+    return {each: number * collective_s(unit, each, cluster, workload, engine) for each, number in numbers.items()}
+
+
+def resource_s(
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+) -> tuple[float, ...]:
+    """Seconds of an optimizer step that a unit takes of computing, its operators' own apart, and of each collective."""
+    seconds = collectives_s(unit, mode, cluster=cluster, workload=workload, engine=engine)
+    own_s = sum(
+        term(unit, mode, cluster=cluster, workload=workload, engine=engine) for term in (overhead_s, activations_s)
+    )
+    return own_s, *(seconds.get(each, 0.0) for each in dict.fromkeys(COLLECTIVES.values()))
+
+
+def collective_s(
+    unit: UnitProfile, collective: Collective, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+) -> float:
+    """Seconds of one of a unit's collectives.
+
+    An all-gather inside of nodes has a little less padding where the unit is sharded in the node; that is left out. An
+    all-reduce is of what a reduce-scatter inside of nodes leaves a rank. Exchanges of a unit that has none take none.
+    """
+    operation, over, _ = collective
+    if operation in EXCHANGES:
+        return 0.0 if unit.exchange is None else exchange_s(unit.exchange, operation, cluster, workload)
+    if operation == "all_gather":
+        num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
+        return cluster.all_gather_s(num_bytes, over=over) if num_bytes else 0.0
+    if operation == "reduce_scatter":
+        num_bytes = engine.reduce_scatter_bytes(unit, cluster.num_ranks(over))
+        return cluster.reduce_scatter_s(num_bytes, over=over) if num_bytes else 0.0
+    num_shards = cluster.num_ranks("node")
+    num_bytes = engine.reduce_scatter_bytes(unit, num_shards) / num_shards
+    return cluster.all_reduce_between_s(num_bytes) if num_bytes else 0.0
+
+
+def exchange_s(exchange: Exchange, kind: str, cluster: Cluster, workload: Workload) -> float:
+    """Seconds of one exchange over all ranks, by its kind of event; none where there is nothing to send.
+
+    Before inputs, ranks tell each other how many rows they have, and twice what they are about to exchange, by way of
+    their hosts.
+    """
+    message = messages(exchange, cluster.world_size)[kind]
+    num_bytes = message.num_bytes.at(workload.micro_batch_size)
+    of_operation = {"all_gather": cluster.all_gather_s, "all_to_all": cluster.all_to_all_s}
+    seconds = of_operation[message.operation](num_bytes) if num_bytes else 0.0
+    return seconds + cluster.agreement_s(_NUMBER_BYTES * (cluster.world_size + 2)) if kind == EXCHANGES[0] else seconds
+
+
+def exchanged_bytes(exchange: Exchange, cluster: Cluster, workload: Workload) -> float:
+    """Bytes that a rank sends in an optimizer step to move activations."""
+    share = (cluster.world_size - 1) / cluster.world_size
+    sent = (
+        each.num_bytes.at(workload.micro_batch_size) * share for each in messages(exchange, cluster.world_size).values()
+    )
+    return workload.num_micro_batches * sum(sent)
+
+
+def compute_s(
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+) -> float:
+    """Forward and backward of the unit's operators, ``K (fixed + b gamma)``; the same in every mode.
+
+    The paper's time is proportional to the batch; small ones do not fill the device, so it is affine here.
+
+    References:
+        OSDP (Jiang et al. 2022), equation 2.
+    """
+    del mode, cluster, engine
+    return workload.num_micro_batches * unit.compute_s.at(workload.micro_batch_size)
+
+
+def optimizer_s(profile: ModelProfile, cluster: Cluster) -> float:
+    """Seconds of the optimizer step on this rank's shards, where all units are sharded over all ranks."""
+    trainable = sum(operator.num_trainable for operator in profile)
+    return profile.optimizer.fixed_s + profile.optimizer.s_per_element * trainable / cluster.world_size
+
+
+def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile, mode: Treatment) -> float:
+    """Seconds that the optimizer step takes beyond `optimizer_s` for a unit over fewer ranks, or updated on the host.
+
+    Where the host updates a rank's shard of n elements in B bytes, it waits for the device, copies the shard and its
+    gradient, updates, and copies the shard back: nothing is computed meanwhile.
+
+        t = n host_s_per_element + 3 B host_copy_s_per_byte
+
+    It is taken to be no faster than the device. [Measured on CPU alone, where copies are in one memory.]
+    """
+    optimizer, effects = profile.optimizer, effects_of(mode)
+    num_ranks, trainable = cluster.num_ranks(effects.sharded_over), sum(each.num_trainable for each in unit.operators)
+    own_s = optimizer.s_per_element * trainable / num_ranks
+    if effects.updates_on_host and optimizer.host_s_per_element is not None:
+        copies_s = 3 * unit.trainable_bytes / num_ranks * cluster.host_copy_s_per_byte
+        own_s = max(own_s, optimizer.host_s_per_element * trainable / num_ranks + copies_s)
+    return own_s - optimizer.s_per_element * trainable / cluster.world_size
+
+
+def overhead_s(
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+) -> float:
+    """Hooks, views and copies beside collectives and operators, as measured on the cluster; none where it was not.
+
+    With G all-gathers and R reduce-scatters in K micro-batches, and C calls of the unit's modules in each:
+
+        t = G gather + K (flatten + (C - 1) call) + R reduce + (K - R) accumulate
+        t = K (stay + C call)    where it is resident
+
+    The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
+    """
+    del engine
+    numbers = effects_of(mode).overheads(unit, num_micro_batches=workload.num_micro_batches)
+    return sum(number * overhead_part_s(unit, part, cluster) for part, number in numbers.items())
+
+
+def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
+    """Seconds of one part of `Cluster.unit_overhead`, once; one rank shards nothing.
+
+    All parameters are gathered; all else is done with gradients, of which what is frozen has none. For a unit that is
+    frozen as a whole, hooks alone run in backward: there is nothing to reduce, nor to leave for the next micro-batch.
+    Hooks around the first call of a unit's modules are in the part of flattening, and those of further calls beside it.
+    Gradients are copied to be reduced: read in the dtype of computing, and written in that of reducing.
+
+    References:
+        torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``post_backward``), _fsdp_collectives.py
+        (``foreach_reduce_scatter_copy_in``).
+    """
+    overhead = cluster.unit_overhead.get(part)
+    if overhead is None or not unit.operators or cluster.world_size == 1:
+        return 0.0
+    calls_s = cluster.call_s * max(len(unit.modules), len(unit.calls))
+    if part == "stay":
+        return overhead.seconds(0, max(1, len(unit.parameters))) + calls_s
+    if part == "gather":
+        return overhead.seconds(unit.gathered_bytes, max(1, len(unit.parameters)))
+    again_s = calls_s - cluster.call_s if part == "flatten" and not unit.is_root else 0.0
+    if not unit.gradient_bytes:
+        return overhead.fixed_s + again_s if part == "flatten" else 0.0
+    num_trained = max(1, sum(each.is_trainable for each in unit.parameters))
+    written_bytes = DEFAULT.reduce_scatter_bytes(unit, 1) if part == "reduce" else unit.gradient_bytes
+    return overhead.seconds((unit.gradient_bytes + written_bytes) / 2, num_trained) + again_s
+
+
+def activations_s(
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+) -> float:
+    """Seconds that the unit's block takes for running again, and for copies to host memory and back."""
+    del engine
+    return workload.num_micro_batches * block_s(unit.block, mode["saves"], cluster, workload.micro_batch_size)
+
+
+def block_s(block: BlockProfile | None, choice: str, cluster: Cluster, micro_batch_size: int) -> float:
+    """Seconds of `activations_s` of a block, in one micro-batch."""
+    if block is None:
+        return 0.0
+    rerun_s = block_effects(block, choice).rerun_s.at(micro_batch_size)
+    return rerun_s + 2 * copied_s(block, choice, cluster, micro_batch_size)
+
+
+def copied_s(block: BlockProfile | None, choice: str, cluster: Cluster, micro_batch_size: int) -> float:
+    """Seconds of copies to host memory in one micro-batch's forward; those back in its backward take as long."""
+    if block is None:
+        return 0.0
+    return block_effects(block, choice).copied_bytes.at(micro_batch_size) * cluster.host_copy_s_per_byte
+
+
+def apart_s(num_units: int, *, cluster: Cluster, workload: Workload) -> float:
+    """Most seconds of an optimizer step that so many units take for being units of their own.
+
+    These are the latencies of the collectives of units that reduce their gradients in every micro-batch, and what of
+    the runtime's overhead does not depend on bytes and tensors.
+    """
+    if cluster.world_size == 1:
+        return 0.0
+    latency_s = 2 * cluster.all_gather_s(0.0) + cluster.reduce_scatter_s(0.0)
+    latency_s += cluster.all_reduce_between_s(0.0) if cluster.has_nodes else 0.0
+    numbers = effects_of(ZDP).overheads()
+    fixed_s = sum(numbers[part] * overhead.fixed_s for part, overhead in cluster.unit_overhead.items())
+    return num_units * workload.num_micro_batches * (latency_s + fixed_s)
+
+
+TERMS: dict[str, Callable[..., float]] = {
+    "communication": communication_s,
+    "compute": compute_s,
+    "overhead": overhead_s,
+    "activations": activations_s,
+}
+"""Seconds of an optimizer step by name."""
+
+
+def unit_s(
+    unit: UnitProfile,
+    mode: Treatment,
+    *,
+    cluster: Cluster,
+    workload: Workload,
+    engine: FSDP2 = DEFAULT,
+    terms: Iterable[str] = TERMS,
+) -> float:
+    """Seconds of an optimizer step that one unit takes in one mode: the sum of these `TERMS`."""
+    return sum(TERMS[name](unit, mode, cluster=cluster, workload=workload, engine=engine) for name in terms)

@@ -1,0 +1,260 @@
+"""Planning: a plan is made from a profile and a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_osdp.core.axes import KEEP, modes_of
+from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.plans.document import shown
+from lightning_osdp.core.plans.plan import COST_MODELS, Plan
+from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.text.progress import Progress, silent
+from lightning_osdp.core.units import partition
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.planner.assign import Decided, Modes, Setting, assignment_of
+from lightning_osdp.planner.engine import AUTO, FSDP2, engine_of
+from lightning_osdp.planner.scheduler.competition import Competition
+from lightning_osdp.planner.scheduler.infeasible import why_host_lacks, why_infeasible
+from lightning_osdp.planner.scheduler.planned import plan_of
+from lightning_osdp.planner.scheduler.structures import Bound
+from lightning_osdp.planner.scheduler.sweep import Candidate, Sweep
+from lightning_osdp.planner.search import SOLVERS
+from lightning_osdp.planner.simulation import planned_activations, planned_step
+
+ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
+"""Engine whose settings of prefetching are all to be chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanMethod:
+    """Method by which plans are searched and judged.
+
+    Raises:
+        ConfigurationError: no such solver or cost model.
+    """
+
+    search: str = "depth_first"
+    """Name of a solver: ``depth_first``, ``greedy`` or ``exhaustive``."""
+    cost_model: str = "simulate"
+    """Cost that plans are judged by: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of
+    equation 1 over operators."""
+    blocks: Mapping[str, str] | None = None
+    """Block -> what it does with what it saves, where that is not to be chosen; blocks without a name here keep it."""
+
+    def __post_init__(self) -> None:
+        if self.search not in SOLVERS:
+            raise ConfigurationError(f"search must be one of {tuple(SOLVERS)}, got {self.search!r}.")
+        if self.cost_model not in COST_MODELS:
+            raise ConfigurationError(f"cost_model must be one of {COST_MODELS}, got {self.cost_model!r}.")
+
+
+def method_of(plan: Plan) -> PlanMethod:
+    """Method by which a plan was searched and judged; with the default solver where the plan was not searched."""
+    return PlanMethod(
+        search=plan.solver or PlanMethod().search, cost_model=plan.cost_model, blocks=plan.given_blocks or None
+    )
+
+
+def make_plan(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    memory_limit_bytes: int,
+    host_limit_bytes: int | None = None,
+    micro_batch_size: int | BatchPolicy,
+    search_space: SearchSpace | None = None,
+    method: PlanMethod | None = None,
+    engine: FSDP2 = ANY_PREFETCH,
+    progress: Progress = silent,
+) -> Plan:
+    """The plan with the best predicted samples/s under the limits of memory.
+
+    Where the fastest plan takes more memory of the host than there may be, the search begins anew, and places states
+    there, and what blocks copy, as far as there is room. The bound is then that of the first search: of plans with all
+    the memory of the host that they like.
+
+    Args:
+        profile: the model, see `profile_model`.
+        cluster: ranks and links, see `measure_cluster`.
+        memory_limit_bytes: most bytes of live tensors on one rank, in every phase of a step.
+        host_limit_bytes: most memory of the host that a rank takes for states and for what blocks offload; None: what
+            is free there by ``cluster``.
+        micro_batch_size: samples per rank and micro-batch, of which an optimizer step has one; else a `BatchPolicy`
+            says how many it has, or what may be chosen.
+        search_space: what may be chosen; None: everything.
+        method: solver and cost model; None: `PlanMethod`'s defaults.
+        engine: settings of prefetching, which decide when units are gathered, and how many at once; those that are
+            ``"auto"`` are chosen.
+        progress: called with each micro-batch size that is tried, and the best samples/s so far.
+
+    Raises:
+        ConfigurationError: no such block, a number of samples below 1, a limit below 1 or of 2^63 bytes or more, or all
+            states are to be on the host, which cannot update them or was not profiled.
+        InfeasibleError: no plan fits; the text says what would.
+    """
+    if not 1 <= memory_limit_bytes < 2**63:
+        raise ConfigurationError(
+            f"memory_limit_bytes must be at least 1 and less than 2^63, got {shown(memory_limit_bytes)}."
+        )
+    space, method = search_space or SearchSpace(), method or PlanMethod()
+    if "device" not in space.states and (method.cost_model == "paper" or profile.optimizer.host_s_per_element is None):
+        raise ConfigurationError(
+            "Expected states that can all be on the host, for cpu_offload=True or SearchSpace(states=('host',)): those"
+            " of an optimizer of torch.optim but Adagrad, without capturable=True or differentiable=True, without a"
+            " weight average on the device, and not with cost_model='paper'. Offer the device, too, as in"
+            " SearchSpace(states=('device', 'host')), or leave both out."
+        )
+    policy = micro_batch_size if isinstance(micro_batch_size, BatchPolicy) else BatchPolicy.fixed(micro_batch_size)
+    smallest, profile = min(policy.micro_batch_sizes, default=1), space.of(profile)
+    first = Setting(
+        profile=profile,
+        units=partition(profile, min_unit_bytes=space.min_unit_bytes),
+        cluster=cluster,
+        workload=policy.workload(smallest),
+        modes=modes_of(space.modes, space.sync, space.states),
+        engine=engine,
+        cost_model=method.cost_model,
+    )
+    if method.blocks is not None:
+        first = first.with_blocks(method.blocks)
+        space = dataclasses.replace(space, activations=(KEEP,))
+    if host_limit_bytes is None:
+        host_limit_bytes = cluster.host_memory_bytes
+
+    def sweep_in(host_room_bytes: int | None) -> Sweep:
+        return Sweep(
+            [
+                dataclasses.replace(
+                    first, engine=each, least_ahead=engine.without_prefetch(each), host_room_bytes=host_room_bytes
+                )
+                for each in engine.alternatives(
+                    overlaps=first.overlaps and "gather" not in cluster.waits_for, has_streams=cluster.has_streams
+                )
+            ],
+            Competition(memory_limit_bytes=memory_limit_bytes, search=method.search, space=space),
+            policy=policy,
+            progress=progress,
+        )
+
+    sweep = sweep_in(None)
+    best = sweep.best()
+    if best is None:
+        raise InfeasibleError(why_infeasible(sweep, smallest, host_limit_bytes))
+    most_samples_per_s, needed_bytes = sweep.most_samples_per_s, best.host_bytes
+    if host_limit_bytes is not None and needed_bytes > host_limit_bytes:
+        within = sweep_in(host_limit_bytes)
+        best = within.best() if "device" in space.states else None
+        if best is None or best.host_bytes > host_limit_bytes:
+            raise InfeasibleError(why_host_lacks(sweep, smallest, host_limit_bytes, needed_bytes))
+        sweep = within
+    return _plan(best, sweep, most_samples_per_s, host_limit_bytes)
+
+
+def judge_plan(
+    plan: Plan,
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    memory_limit_bytes: int,
+    host_limit_bytes: int | None = None,
+) -> Plan:
+    """A plan that is there, as it is predicted of this profile and cluster; nothing of it is chosen anew.
+
+    Its gap stays that of the search that found it.
+
+    Args:
+        plan: for as many ranks.
+        profile: of its model.
+        cluster: ranks and links.
+        memory_limit_bytes: most bytes of live tensors on one rank; the plan may need more.
+        host_limit_bytes: likewise of the host's memory.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or another number of ranks.
+        ConfigurationError: it has operators, slices or blocks that the model has not.
+    """
+    setting, modes = planned_setting(plan, profile, cluster)
+    profile, space, method = setting.unchanged, plan.search_space, method_of(plan)
+    assigned = assignment_of(setting, modes, bound_s=setting.costs.step_time_s(modes) / (1 + plan.gap))
+    plain = dataclasses.replace(
+        setting,
+        profile=profile,
+        units=partition(profile, min_unit_bytes=space.min_unit_bytes),
+        engine=setting.engine.all_ahead,
+        decided=Decided(),
+    )
+    sweep = Sweep(
+        [plain if method.blocks is None else plain.with_blocks(method.blocks)],
+        Competition(memory_limit_bytes=memory_limit_bytes, search=method.search, space=space),
+        policy=BatchPolicy.fixed(plan.micro_batch_size, plan.num_micro_batches),
+        progress=silent,
+    )
+    judged = Candidate(assignment=assigned, bounds=(Bound(setting, assigned.bound_s),))
+    found = _plan(judged, sweep, judged.most_samples_per_s, host_limit_bytes)
+    return dataclasses.replace(found, solver=plan.solver)
+
+
+def planned_setting(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Setting, Modes]:
+    """The setting of a plan that is there, with what the plan has decided, and the modes of its units.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or another number of ranks.
+        ConfigurationError: it has operators, slices or blocks that the model has not.
+    """
+    plan.check_matches(profile.fingerprint, world_size=cluster.world_size, node_size=cluster.node_size)
+    profile = plan.search_space.of(profile)
+    step, modes = planned_step(plan, profile, cluster)
+    setting = Setting(
+        profile=step.profile,
+        units=step.units,
+        cluster=cluster,
+        workload=step.workload,
+        modes=modes_of(plan.search_space.modes, plan.search_space.sync, plan.search_space.states),
+        engine=engine_of(plan),
+        cost_model=plan.cost_model,
+        decided=Decided(
+            profile=profile,
+            blocks=planned_activations(plan, profile),
+            num_slices={unit.name: unit.num_slices for unit in plan.units if unit.num_slices > 1},
+        ),
+    )
+    return setting, modes
+
+
+def _plan(best: Candidate, sweep: Sweep, most_samples_per_s: float, host_limit_bytes: int | None) -> Plan:
+    assignment, setting = best.assignment, best.assignment.setting
+    memory_limit_bytes, space = sweep.competition.memory_limit_bytes, sweep.competition.space
+    plain, plain_modes = sweep.plain(best)
+    plain_peak_bytes = plain.costs.exact_peak_bytes(plain_modes)
+    ratio = setting.workload.num_samples / plain.workload.num_samples if plain_peak_bytes <= memory_limit_bytes else 0.0
+    return plan_of(
+        assignment,
+        memory_limit_bytes=memory_limit_bytes,
+        space=space,
+        host_limit_bytes=host_limit_bytes,
+        most_samples_per_s=most_samples_per_s,
+        solver=sweep.competition.search,
+        all_zdp_step_time_s=ratio * plain.costs.step_time_s(plain_modes),
+        all_zdp_peak_bytes=plain_peak_bytes,
+        all_zdp_how=_how(plain, plain_modes, setting),
+    )
+
+
+def _how(plain: Setting, modes: Modes, setting: Setting) -> str:
+    """Differences of plain FSDP from what one would have without choosing."""
+    workload, num_micro_batches = plain.workload, plain.workload.num_micro_batches
+    told = []
+    if workload != setting.workload:
+        times = f" x {num_micro_batches}" if num_micro_batches > 1 else ""
+        told.append(f"micro-batches of {workload.micro_batch_size}{times}")
+    if plain.decided.blocks:
+        told.append("all blocks recomputing")
+    if num_micro_batches > 1:
+        last = any("reduce" in mode for mode in modes)
+        told.append(f"gradients reduced in {'the last' if last else 'every'} micro-batch")
+    return ", ".join(told)

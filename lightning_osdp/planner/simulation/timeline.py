@@ -1,0 +1,225 @@
+"""Timeline of the events of a step: computing and the communicators, each first in, first out.
+
+There is a communicator of all ranks, and one of the ranks of a node, whose links are others; what is all-reduced
+between nodes goes over the links of the first, one after the other with what all ranks do. The host issues events ahead
+of the device. A backend that blocks (gloo) has one resource for everything: time is the sum. Where communication
+overlaps computing, a gather begins as soon as the communicator is free and
+
+- what it sends may be copied: an asynchronous gather copies in the stream that computes, and so waits for all computing
+  that was issued before it; a synchronous one copies in a stream of its own, which waits until units before it are
+  copied out, in forward all but the latest one;
+- computing waits for the gathers that it needs (AWAIT), and for exchanges of activations, which are of what was
+  computed before;
+- a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them;
+- computing waits for a reduce-scatter before it copies the gradients of the next unit that is reduced: torch holds one
+  input at most (``reduce_scatter_max_input_buffers``). An all-reduce between nodes is not waited for there;
+- the host may wait for some kinds of collectives (`Cluster.waits_for`), as a device without streams has it.
+
+References:
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``get_all_gather_streams``, ``wait_for_unshard``,
+    ``post_backward``);
+    collectives of one process group share one stream of NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from lightning_osdp.planner.engine import COLLECTIVES, EXCHANGES, Event
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+
+class Interval(NamedTuple):
+    """Event of a resource from when to when, in seconds from the start of the step."""
+
+    resource: str
+    event: Event
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+
+class Durations(NamedTuple):
+    """Seconds of every event: by segment, and by unit."""
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    collectives_s: Mapping[str, Sequence[float]]
+    """Kind of a collective -> its seconds, by unit; those of nodes only where there are any."""
+    overhead_s: Mapping[str, Sequence[float]]
+    """Kind of an event -> what the runtime takes for it, see `Cluster.unit_overhead`, by unit. It keeps the device from
+    computing; that of gathers is charged where the unit's gradients are flattened."""
+
+
+class Timeline:
+    """Reads events in the order in which the host issues them; keeps intervals for a picture, where that is asked."""
+
+    def __init__(
+        self,
+        durations: Durations,
+        *,
+        overlaps: bool,
+        asynchronous_unshard: bool,
+        waits_for: Collection[str] = (),
+        keeps_intervals: bool = False,
+    ) -> None:
+        self.durations, self.overlaps, self.asynchronous_unshard = durations, overlaps, asynchronous_unshard
+        self.waits_for = waits_for
+        self.compute_s = 0.0
+        self.communicators_s = {each.link: 0.0 for each in COLLECTIVES.values()}
+        self.keeps_intervals = keeps_intervals
+        self.intervals: list[Interval] = []
+        self.ends_s = [0.0]
+        """Beginning of the step, and then the ends of the micro-batches so far, in seconds."""
+        self.slowed_s = 0.0
+        """Seconds by which computing takes longer for collectives that run beside it."""
+        self._slowed_s = [0.0]
+        self.stalls_s: dict[int, float] = {}
+        """Unit -> seconds for which computing waited for its latest gather: that of backward, once that is over."""
+        self._ready_s: dict[int, float] = {}
+        self._due_s: dict[int, float] = {}  # overhead that is still to be charged
+        self._copied_s = self._copied_before_s = 0.0  # when the latest unit was copied out, and the one before it
+        self._scattered_s = 0.0  # when the latest reduce-scatter is over
+        self._pending: set[int] = set()  # units that are not copied out yet
+        self._is_in_backward = False
+        self._readers: dict[str, Callable[[Event, int], None]] = {
+            "await": self._await,
+            "forward": self._forward,
+            "backward": self._backward,
+            "flatten": self._flatten,
+            "stay": self._stay,
+            "accumulate": self._accumulate,
+        }
+        of_operation = {"all_gather": self._gather, "reduce_scatter": self._reduce, "all_reduce": self._all_reduce}
+        of_operation |= dict.fromkeys(map(str, EXCHANGES), self._exchange)
+        self._readers |= {kind: of_operation[each.operation] for kind, each in COLLECTIVES.items()}
+
+    @property
+    def now_s(self) -> float:
+        """Time at which everything issued so far is done, in seconds."""
+        return max(self.compute_s, *self.communicators_s.values())
+
+    def read(self, event: Event, micro_batch: int = 0) -> None:
+        """Reads one more event: there is a method for each kind that takes time."""
+        reader = self._readers.get(event[0])
+        if reader is not None:
+            reader(event, micro_batch)
+
+    def read_all(self, events: Iterable[Event]) -> None:
+        """Reads all events of a micro-batch that take time."""
+        for event in events:
+            self._readers[event[0]](event, 0)
+        self.end_backward()
+
+    def _gather(self, event: Event, micro_batch: int) -> None:
+        of = event[1]
+        self._pending.add(of)
+        self._ready_s[of] = self._communicate(event, micro_batch, self._may_gather_s())
+        self._due_s[of] = self._due_s.get(of, 0.0) + self.durations.overhead_s["gather"][of]
+
+    def _await(self, event: Event, _: int) -> None:
+        of, start_s = event[1], self.compute_s
+        self._wait_for_gather(of)
+        self.stalls_s[of] = self.compute_s - start_s
+        if of in self._pending:
+            self._pending.remove(of)
+            self._copied_before_s = self.compute_s if self._is_in_backward else self._copied_s
+            self._copied_s = self.compute_s
+
+    def _forward(self, event: Event, micro_batch: int) -> None:
+        self._compute(event, micro_batch, self.durations.forward_s[event[1]])
+
+    def _backward(self, event: Event, micro_batch: int) -> None:
+        self._is_in_backward = True
+        self._compute(event, micro_batch, self.durations.backward_s[event[1]])
+
+    def _flatten(self, event: Event, micro_batch: int) -> None:
+        of = event[1]
+        self._compute(event, micro_batch, self._due_s.pop(of, 0.0) + self.durations.overhead_s["flatten"][of])
+
+    def _stay(self, event: Event, micro_batch: int) -> None:
+        self._compute(event, micro_batch, self.durations.overhead_s["stay"][event[1]])
+
+    def _accumulate(self, event: Event, micro_batch: int) -> None:
+        self._compute(event, micro_batch, self.durations.overhead_s["accumulate"][event[1]])
+
+    def _reduce(self, event: Event, micro_batch: int) -> None:
+        self._wait_for_reduce_scatter()
+        self._compute(event, micro_batch, self.durations.overhead_s["reduce"][event[1]])
+        self._scattered_s = self._communicate(event, micro_batch, self.compute_s)
+
+    def _all_reduce(self, event: Event, micro_batch: int) -> None:
+        self._communicate(event, micro_batch, self._scattered_s)
+
+    def _exchange(self, event: Event, micro_batch: int) -> None:
+        self.compute_s = max(self.compute_s, self._communicate(event, micro_batch, self.compute_s))
+
+    def end_backward(self) -> None:
+        """Computing goes on when all gradients are reduced."""
+        self._wait_for_all()
+        self._is_in_backward = False
+        self.ends_s.append(self.now_s)
+        self._slowed_s.append(self.slowed_s)
+
+    def repeat(self) -> None:
+        """Adds a micro-batch like the one before, of which nothing is left."""
+        self.compute_s += self.ends_s[-1] - self.ends_s[-2]
+        self.slowed_s += self._slowed_s[-1] - self._slowed_s[-2]
+        self.end_backward()
+
+    def total_s(self, num_micro_batches: int) -> float:
+        """Seconds of so many micro-batches, of which at most `MOST_SIMULATED` were simulated."""
+        return _continued(self.ends_s, num_micro_batches)
+
+    def total_slowed_s(self, num_micro_batches: int) -> float:
+        """Seconds of these micro-batches by which computing takes longer for collectives that run beside it."""
+        return _continued(self._slowed_s, num_micro_batches)
+
+    def _may_gather_s(self) -> float:
+        """Time at which a gather that is issued now may begin, in seconds."""
+        return self.compute_s if self.asynchronous_unshard else self._copied_before_s
+
+    def _compute(self, event: Event, micro_batch: int, seconds: float) -> None:
+        start_s = self.compute_s
+        self._run(seconds)
+        if self.keeps_intervals:
+            self._keep(COMPUTE, event, micro_batch, start_s, self.compute_s)
+
+    def _run(self, seconds: float) -> None:
+        self.compute_s += seconds
+        if not self.overlaps:
+            self._wait_for_all()
+
+    def _wait_for_gather(self, of: int) -> None:
+        self.compute_s = max(self.compute_s, self._ready_s.get(of, 0.0))
+
+    def _wait_for_reduce_scatter(self) -> None:
+        self.compute_s = max(self.compute_s, self._scattered_s)
+
+    def _communicate(self, event: Event, micro_batch: int, may_start_s: float) -> float:
+        link = COLLECTIVES[event.kind].link
+        start_s = max(self.communicators_s[link], may_start_s)
+        end_s = self.communicators_s[link] = start_s + self.durations.collectives_s[event.kind][event.of]
+        if not self.overlaps or event.kind in self.waits_for:
+            self._wait_for_all()
+        if self.keeps_intervals:
+            self._keep(COMMUNICATION, event, micro_batch, start_s, end_s)
+        return end_s
+
+    def _wait_for_all(self) -> None:
+        """Lets nothing begin before everything issued so far is done."""
+        self.compute_s = self.now_s
+        for link in self.communicators_s:
+            self.communicators_s[link] = self.compute_s
+
+    def _keep(self, resource: str, event: Event, micro_batch: int, start_s: float, end_s: float) -> None:
+        if end_s > start_s:
+            self.intervals.append(Interval(resource, event, micro_batch, start_s, end_s))
+
+
+def _continued(sums_s: Sequence[float], num_micro_batches: int) -> float:
+    """The last sum after so many micro-batches, of which those between the first and the last are alike."""
+    num_more = num_micro_batches - (len(sums_s) - 1)
+    return sums_s[-1] + (num_more * (sums_s[-2] - sums_s[-3]) if num_more else 0.0)

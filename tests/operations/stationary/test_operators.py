@@ -1,0 +1,271 @@
+"""Modules that change their class in place, on one rank; what several ranks compute is in tests/distributed."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import parametrizations
+
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.operations.stationary import Ranks, as_whole, is_stationary, make_stationary, refusal
+from lightning_osdp.operations.stationary.exchanges import gather
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 5, padding_idx=2)
+        self.up, self.act, self.down = nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 5, bias=False)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, indices):
+        x = self.embedding(indices)
+        return self.last(x + self.down(self.act(self.up(x))))
+
+
+def ranks():
+    return Ranks(mesh=init_device_mesh("cpu", (1,)), numbers_of_ranks=lambda number: [number])
+
+
+KINDS = {"embedding": ("embedding",), "pair": ("up", "down"), "column": ("last",)}
+
+
+def changed(model, kinds=KINDS):
+    for kind, operators in kinds.items():
+        assert refusal(model, kind, operators) == ""
+        make_stationary(model, kind, operators, ranks())
+    return model
+
+
+def test_names_classes_and_results_stay(one_rank):
+    whole, indices = Model(), torch.randint(7, (4, 6))
+    model = changed(copy.deepcopy(whole))
+    assert [*dict(model.named_parameters())] == [*dict(whole.named_parameters())]
+    assert isinstance(model.up, nn.Linear)
+    assert repr(model) == repr(whole)
+    assert is_stationary(model.up)
+    assert not is_stationary(model.act)
+    assert torch.equal(model(indices), whole(indices))
+    model(indices).square().sum().backward()
+    whole(indices).square().sum().backward()
+    for name, parameter in whole.named_parameters():
+        found = model.get_parameter(name).grad
+        assert isinstance(found, DTensor)
+        assert torch.allclose(found.full_tensor(), parameter.grad, atol=1e-6), name
+
+
+def test_parameters_are_cut_where_their_kind_needs_it(one_rank):
+    model = changed(Model())
+    placements = {name: parameter.placements[0] for name, parameter in model.named_parameters()}
+    assert placements == {
+        "embedding.weight": Shard(1),
+        "up.weight": Shard(0),
+        "up.bias": Shard(0),
+        "down.weight": Shard(1),
+        "last.weight": Shard(0),
+        "last.bias": Shard(0),
+    }
+    row = changed(Model(), {"row": ("last",)})
+    assert {p.placements[0] for p in (row.last.weight, row.last.bias)} == {Shard(0), Shard(1)}
+
+
+def test_attributes_of_parameters_stay_and_frozen_ones_stay_frozen(one_rank):
+    model = Model()
+    model.last.weight.decays = False
+    model.last.bias.requires_grad_(False)
+    changed(model, {"column": ("last",)})
+    assert model.last.weight.decays is False
+    assert not model.last.bias.requires_grad
+    model(torch.zeros(2, dtype=torch.long)).sum().backward()
+    assert model.last.bias.grad is None
+
+
+def test_whole_modules_have_their_class_within_the_context(one_rank):
+    model = changed(Model())
+    with as_whole(model.up):
+        assert type(model.up) is nn.Linear
+        assert vars(model.up).keys() == vars(nn.Linear(1, 1)).keys()
+    assert is_stationary(model.up)
+
+
+def test_the_second_of_a_pair_takes_only_what_the_first_has_made(one_rank):
+    model = changed(Model())
+    with pytest.raises(ConfigurationError, match="Expected 'down' to be given what 'up' made"):
+        model.down(torch.randn(2, 8))
+    other = changed(Model())
+    with pytest.raises(ConfigurationError, match="to be given what 'up' made"):
+        model.down(other.up(torch.randn(2, 5)))
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.jacrev])
+def test_transforms_of_torch_func_are_refused(one_rank, transform):
+    model = changed(Model())
+    with pytest.raises(ConfigurationError, match=r"to be called outside of torch\.func"):
+        transform(model.last)(torch.randn(2, 5))
+
+
+class Gated(nn.Module):
+    def __init__(self, between=lambda x: x):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(5, 8), nn.Linear(5, 8, bias=False), nn.Linear(8, 5)
+        self.between = between
+
+    def forward(self, x):
+        gate = F.silu(self.gate(x))
+        return self.down(gate * self.up(self.between(x)))
+
+
+GATED = {"pair": ("gate", "up", "down")}
+
+
+def test_two_operators_that_feed_a_third_take_one_gathered_input(one_rank, monkeypatch):
+    whole, x, calls = Gated(), torch.randn(3, 5, requires_grad=True), []
+    model = changed(copy.deepcopy(whole), GATED)
+    seen = "lightning_osdp.operations.stationary.operators.gather"
+    monkeypatch.setattr(seen, lambda rows, call: calls.append(rows) or gather(rows, call))
+    gradients = [torch.autograd.grad(each(x).square().sum(), x)[0] for each in (whole, model)]
+    assert len(calls) == 1
+    assert torch.allclose(*gradients)
+    assert vars(x) == {}
+    for each in (whole, model):
+        each(x).square().sum().backward()
+    for name, parameter in whole.named_parameters():
+        assert torch.allclose(model.get_parameter(name).grad.full_tensor(), parameter.grad, atol=1e-6), name
+    with torch.inference_mode():
+        assert torch.equal(model(x * 1), whole(x * 1))
+
+
+@pytest.mark.parametrize("between", [lambda x: x * 1, lambda x: x.add_(1)])
+def test_two_operators_that_take_other_inputs_are_refused(one_rank, between):
+    model = changed(Gated(between), GATED)
+    with pytest.raises(ConfigurationError, match="of features that were made of another input"):
+        model(torch.randn(3, 5))
+
+
+def test_elementwise_functions_may_write_in_place(one_rank):
+    whole = Model()
+    whole.act = nn.ReLU(inplace=True)
+    model, x = changed(copy.deepcopy(whole)), torch.randn(3, 5)
+    for each in (whole, model):
+        each.down(each.act(each.up(x))).square().sum().backward()
+    assert torch.allclose(model.up.weight.grad.full_tensor(), whole.up.weight.grad, atol=1e-5)
+
+
+def test_inputs_with_other_features_are_refused_before_ranks_agree(one_rank):
+    model = changed(Model())
+    with pytest.raises(RuntimeError, match="Expected an input with 5 features, got one of shape"):
+        model.last(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "operators"),
+    [("column", ("up",)), ("row", ("up",)), ("pair", ("up", "down")), ("embedding", ("embedding",))],
+)
+def test_weights_that_stand_the_other_way_are_cut_in_their_own_dimension(one_rank, kind, operators):
+    conv = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    whole, indices = Model(), torch.randint(7, (4, 6))
+    whole.up, whole.down = conv(8, 5), conv(5, 8)
+    model = changed(copy.deepcopy(whole), {kind: operators})
+    if kind != "embedding":
+        assert model.up.weight.placements[0] == Shard(0 if kind == "row" else 1)
+        assert model.down.weight.placements[0] == Shard(0) if kind == "pair" else not is_stationary(model.down)
+    for each in (model, whole):
+        each(indices).square().sum().backward()
+    assert torch.allclose(model(indices), whole(indices), atol=1e-6)
+    for name, parameter in whole.named_parameters():
+        found = model.get_parameter(name).grad
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        assert torch.allclose(found, parameter.grad, atol=1e-5), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_autocast_holds(one_rank, dtype):
+    whole, x = Model(), torch.randn(4, 5)
+    model = changed(copy.deepcopy(whole))
+    if dtype == torch.float64:
+        whole, model, x = whole.double(), changed(copy.deepcopy(Model()).double()), x.double()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model.last(x), whole.last(x))
+        assert torch.equal(model.down(model.act(model.up(x))), whole.down(whole.act(whole.up(x))))
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base_layer = nn.Linear(5, 5)
+
+
+class Own(nn.Linear):
+    pass
+
+
+def _with(change, kind="column", operators=("last",)):
+    def build():
+        model = Model()
+        change(model)
+        return model, kind, operators
+
+    return build
+
+
+def _tie(model):
+    model.other = nn.Linear(5, 3)
+    model.other.weight = model.last.weight
+
+
+REFUSED = {
+    "is tests.operations.stationary.test_operators.Own and not exactly of one of": _with(
+        lambda model: setattr(model, "last", Own(5, 3))
+    ),
+    "'act' is torch.nn.modules.activation.GELU": _with(lambda model: None, operators=("act",)),
+    "'last' is torch.nn.modules.linear.Linear": _with(lambda model: None, kind="embedding"),
+    "is the layer that an adapter is around": _with(
+        lambda model: setattr(model, "adapted", Adapted()), operators=("adapted.base_layer",)
+    ),
+    "has a forward of its own": _with(lambda model: setattr(model.last, "forward", model.last.forward)),
+    "'last' has hooks": _with(lambda model: model.last.register_forward_hook(print)),
+    "'down' has hooks": _with(
+        lambda model: model.down.register_full_backward_hook(print), kind="pair", operators=("up", "down")
+    ),
+    "has hooks of its weights": _with(lambda model: model.last.weight.register_hook(print)),
+    "shares its weights": _with(_tie),
+    "not exactly of one of": _with(lambda model: parametrizations.weight_norm(model.last)),
+    "has other parameters than": _with(
+        lambda model: model.last.register_parameter("more", nn.Parameter(torch.ones(1)))
+    ),
+    "has modules or buffers": _with(lambda model: model.last.register_buffer("mask", torch.ones(1))),
+    "has max_norm, scale_grad_by_freq or sparse": _with(
+        lambda model: setattr(model.embedding, "sparse", True), kind="embedding", operators=("embedding",)
+    ),
+    "'last' is compiled, or inside of a module that is": _with(lambda model: model.compile(backend="eager")),
+    "'up' is compiled, or inside": _with(
+        lambda model: setattr(model, "fast", torch.compile(model.up, backend="eager")),
+        kind="pair",
+        operators=("up", "down"),
+    ),
+    "'last' takes 5 features of torch.float32, and 'up' makes 8": _with(
+        lambda model: None, kind="pair", operators=("up", "last")
+    ),
+    "'pair' is of 2 or 3 operators": _with(lambda model: None, kind="pair", operators=("up",)),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_operators_that_cannot_move_activations_are_refused_with_the_reason(text):
+    model, kind, operators = REFUSED[text]()
+    assert text in refusal(model, kind, operators)
+
+
+def test_weights_of_another_class_are_refused():
+    class Special(nn.Parameter):
+        pass
+
+    model = Model()
+    model.last.weight = Special(model.last.weight.detach())
+    assert refusal(model, "column", ("last",)) == "'last' has weights of another class than torch's"

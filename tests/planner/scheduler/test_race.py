@@ -1,0 +1,103 @@
+"""Races of plans: they end in time, and the fastest wins."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_osdp.planner.scheduler.replanning.race import COUNTED_STEPS, NEAR, TURNS, Race
+
+RACERS = st.lists(st.tuples(st.floats(0.01, 10.0), st.booleans()), min_size=1, max_size=9)
+"""True seconds of a step, and whether the racer is a baseline."""
+
+
+def run(racers, noise=lambda seconds: seconds, slow_first=1.0):
+    """Runs a race; gives the race, and the racer of each step."""
+    race, steps = Race.of([is_plain for _, is_plain in racers]), []
+    while (turn := race.turn) is not None:
+        seconds = [noise(racers[turn.racer][0]) for _ in range(turn.num_steps)]
+        seconds[0] *= slow_first
+        race, steps = race.after(seconds), [*steps, *[turn.racer] * turn.num_steps]
+    return race, steps
+
+
+@given(RACERS)
+def test_the_fastest_wins_where_nothing_disturbs(racers):
+    race, _ = run(racers)
+    assert racers[race.winner][0] == min(seconds for seconds, _ in racers)
+
+
+@given(RACERS, st.floats(1.0, 1000.0))
+def test_the_first_step_of_a_turn_does_not_count(racers, slow_first):
+    race, steps = run(racers, slow_first=slow_first)
+    other, others = run(racers)
+    assert (race.winner, steps) == (other.winner, others)
+
+
+@given(RACERS, st.randoms())
+def test_it_ends_within_the_steps_that_were_told_whatever_is_measured(racers, draw):
+    told = Race.of([is_plain for _, is_plain in racers]).most_steps
+    race, steps = run(racers, noise=lambda _: draw.uniform(0.01, 10.0))
+    assert len(steps) <= told
+    assert race.most_steps == 0
+    assert race.running == (race.winner,)
+
+
+@given(RACERS)
+def test_steps_that_are_left_never_become_more(racers):
+    race = Race.of([is_plain for _, is_plain in racers])
+    while (turn := race.turn) is not None:
+        after = race.after([racers[turn.racer][0]] * turn.num_steps)
+        assert after.most_steps <= race.most_steps - turn.num_steps
+        race = after
+
+
+@given(RACERS, st.floats(0.0, 0.3), st.integers(0, 1000))
+def test_noise_makes_a_winner_slower_than_the_fastest_by_no_more_than_it_can_hide(racers, noise, seed):
+    draw = random.Random(seed)
+    race, _ = run(racers, noise=lambda seconds: seconds * draw.uniform(1 - noise, 1 + noise))
+    hidden = ((1 + noise) / (1 - noise)) ** 2
+    assert racers[race.winner][0] <= hidden * min(seconds for seconds, _ in racers) * (1 + 1e-9)
+
+
+def test_racers_alternate_and_the_faster_half_goes_on():
+    race, steps = run([(4.0, False), (1.0, False), (3.0, False), (2.0, False)])
+    turn = 1 + COUNTED_STEPS
+    assert steps == [each for racer in (0, 1, 2, 3) for each in [racer] * turn] + ([1] * turn + [3] * turn) * TURNS
+    assert race.winner == 1
+    assert [len(seconds) for seconds in race.seconds] == [2, 6, 2, 6]
+
+
+def test_a_baseline_has_one_counted_step_and_leaves_unless_it_is_near_the_fastest():
+    race, steps = run([(1.0, False), (1.05 * NEAR, True), (0.95 * NEAR, True)])
+    assert steps.count(1) == 2
+    assert steps.count(2) == 2  # the faster half of two is one
+    assert race.winner == 0
+    race, steps = run([(1.0, False), (3.0, False), (0.9, True)])
+    assert steps.count(2) == 2 + TURNS * (1 + COUNTED_STEPS)
+    assert race.winner == 2
+
+
+def test_of_equal_racers_the_first_wins():
+    assert run([(1.0, False)] * 5)[0].winner == 0
+
+
+def test_one_racer_has_won():
+    race = Race.of([False])
+    assert (race.turn, race.winner, race.most_steps) == (None, 0, 0)
+
+
+def test_the_steps_of_a_full_race_are_few():
+    assert Race.of([False] * 5 + [True] * 2).most_steps == 55
+
+
+def test_a_turn_has_all_its_steps():
+    race = Race.of([False, False])
+    with pytest.raises(ValueError, match=r"Expected the seconds of the steps of Turn\(racer=0, num_steps=3\), got 2"):
+        race.after([1.0, 1.0])
+    with pytest.raises(ValueError, match="Expected the seconds of the steps of None, got 1"):
+        run([(1.0, False)])[0].after([math.inf])
+    with pytest.raises(ValueError, match="Expected at least one racer, got none"):
+        Race.of([])
