@@ -24,7 +24,7 @@ class ExchangingUnits:
     Args:
         root: the model, which nothing has sharded yet.
         plan: the plan that the model was checked against; None: there are no such units.
-        numbers_of_ranks: gives the numbers of all ranks, for the number of a unit and that of this rank.
+        numbers_of_ranks: see `Agreement.numbers_of_ranks`.
         before_backward: is given the number of a unit before each exchange in its backward, and whether ranks have
             agreed that all come to it.
         on_function: is given a number for each function between a pair, and what that is given.
@@ -42,7 +42,7 @@ class ExchangingUnits:
         *,
         precision: MixedPrecision | None,
         initialize: Callable[[nn.Module], None],
-        numbers_of_ranks: Callable[[int, int], Sequence[int]],
+        numbers_of_ranks: Callable[..., Sequence[int]],
         before_backward: Callable[[int, bool], None],
         on_function: Callable[[int], None],
     ) -> None:
@@ -56,8 +56,10 @@ class ExchangingUnits:
             policy = policy_of(ShardedUnit(unit.name, tuple(modules)), precision)
             ranks = Ranks(
                 mesh=meshes.mesh_for(unit.treatments[0]),
-                numbers_of_ranks=partial(numbers_of_ranks, number),
+                numbers_of_ranks=partial(numbers_of_ranks, number, begun=int(unit.exchange == "pair")),
                 before_backward=partial(before_backward, number),
+                # beyond the numbers of units, and that of the begin of backward
+                before_end=partial(numbers_of_ranks, len(units) + 1 + number, 0, begun=-1),
                 on_function=on_function,
                 outputs=self.outputs,
                 dtype=policy.param_dtype,

@@ -99,7 +99,8 @@ class ShardedModel:
             self._meshes,
             precision=mixed_precision,
             initialize=initialize,
-            numbers_of_ranks=lambda *given: self._agreement.numbers_of_ranks(*given),  # noqa: PLW0108 (not there yet)
+            # the agreement is not there yet
+            numbers_of_ranks=lambda *given, **more: self._agreement.numbers_of_ranks(*given, **more),  # noqa: PLW0108
             before_backward=lambda *given: self._agreement.note_exchange(*given),  # noqa: PLW0108
             on_function=lambda number: self._agreement.note_function(number),  # noqa: PLW0108
         )

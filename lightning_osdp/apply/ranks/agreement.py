@@ -67,10 +67,11 @@ class Agreement:
       because it cannot report while it waits. In an evaluation each rank reports before it gathers a unit for the
       second time in one step: generated text may be longer on one rank than on another.
     - Units that move activations tell each other the numbers of rows that ranks have before each exchange in forward,
-      and that all ranks have come to this unit. Before backward ranks agree on what it comes to: a rank whose loss
-      leaves out what those of others depend on takes part with gradients of zero. Exchanges of a backward of which
-      nobody has told, such as ``torch.autograd.grad``, are each reported. Functions between a pair, each with its
-      numbers, are compared at the end of a step: each rank applies them to features of all ranks' samples.
+      and that all ranks have come to this unit, or to the end of this pair. Before backward ranks agree on what it
+      comes to: a rank whose loss leaves out what those of others depend on takes part with gradients of zero. Exchanges
+      of a backward of which nobody has told, such as ``torch.autograd.grad``, are each reported. Functions between a
+      pair, each with its numbers, are compared at the end of a step: each rank applies them to features of all ranks'
+      samples.
     - Buffers are those of rank 0 when training begins. Buffers that have changed are taken from rank 0 before each step
       of an optimizer.
     - All ranks refuse a step if one rank finds writes to unsharded parameters that its shards cannot take over.
@@ -84,6 +85,7 @@ class Agreement:
         self._num_steps = 0
         self._order = 0  # hash of the order in which units were gathered and reduced
         self._functions = 0  # hash of the functions between pairs that move activations
+        self._num_begun = 0  # calls of pairs whose last operator has not been called
         self._is_paused = False
         self._gathered: set[int] | None = None  # units in this step of an evaluation
         self._groups = tuple(groups)
@@ -109,7 +111,7 @@ class Agreement:
         Raises:
             RanksApartError: ranks have other buffers.
         """
-        self._order = self._functions = self._num_steps = 0
+        self._order = self._functions = self._num_begun = self._num_steps = 0
         self._watch.is_announced = False
         if self._group is None:
             return
@@ -174,7 +176,7 @@ class Agreement:
             parts = (*hashes, self._buffers.reports(), written, used)
             largest = iter(self._largest([*chain(*parts)]))
             order, functions, buffers, written, used = (list(islice(largest, len(part))) for part in parts)
-            self._order = self._functions = 0
+            self._order = self._functions = self._num_begun = 0
             _check_same(order, self._same_units)
             _check_same(functions, _SAME_FUNCTIONS)
             self._buffers.take(buffers, self._group)
@@ -230,7 +232,7 @@ class Agreement:
                 if self._num_exchanging:
                     _check_same(self._largest([self._functions, -self._functions]), _SAME_FUNCTIONS)
         finally:
-            self._gathered = None
+            self._gathered, self._num_begun = None, 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -247,12 +249,15 @@ class Agreement:
         if not self._is_paused:
             self._note(2 * unit + is_reduction)
 
-    def numbers_of_ranks(self, unit: int, number: int) -> Sequence[int]:
+    def numbers_of_ranks(self, unit: int, number: int, begun: int = 0) -> Sequence[int]:
         """Numbers that ranks give when they come to a unit that moves activations, by rank. Call it on all ranks.
 
         Args:
-            unit: number of the unit among those that move activations; their number for the begin of backward.
+            unit: number of the unit among those that move activations; their number for the begin of backward; larger
+                ones for the ends of pairs.
             number: that of this rank.
+            begun: 1 at the begin of a pair, and -1 at its end. In between each collective is reported beforehand, for
+                ranks that come to the end wait there for this one.
 
         Raises:
             RanksApartError: another rank runs another unit at this time.
@@ -261,7 +266,9 @@ class Agreement:
             return [number]
         if self._is_paused:
             return [number] * self._group.size()
-        return self._note(2 * (len(self._groups) + unit), number)
+        numbers = self._note(2 * (len(self._groups) + unit), number)
+        self._num_begun += begun
+        return numbers
 
     def agree_on_backward(self, reach: Reach) -> Reach:
         """Has backward come to the same outputs on all ranks, with gradients of zero where a loss leaves some out.
@@ -300,7 +307,7 @@ class Agreement:
         is_again = self._gathered is not None and event in self._gathered
         if self._gathered is not None:
             self._gathered.add(event)
-        if number is not None or is_again or self._num_steps < _NUM_CHECKED:
+        if number is not None or is_again or self._num_begun or self._num_steps < _NUM_CHECKED:
             return self._check(event, number or 0)
         return ()
 

@@ -58,6 +58,9 @@ class Ranks:
     """Gives, for a number of this rank, those of all ranks, who all call it; raises where ranks are apart."""
     before_backward: Callable[[bool], object] = lambda _: None
     """Called before each exchange in backward, see `Call.before_backward`."""
+    before_end: Callable[[], object] = lambda: None
+    """Called before the exchange at the end of a pair, to which all ranks come that have begun it; raises where ranks
+    are apart."""
     on_function: Callable[[int], object] = lambda _: None
     """Called with a number for each function between a pair, see `Call.on_function`."""
     outputs: WaitingOutputs = field(default_factory=WaitingOutputs)
@@ -237,6 +240,7 @@ class _Last(_Row):
                 f" between, for they move activations as a pair; got another {type(input).__name__}."
                 f" {MOVE_WEIGHTS}"
             )
+        self._osdp_stationary.ranks.before_end()
         outputs = self._outputs_of(input.plain().flatten(0, -2), input.call)
         return outputs.view(*input.lead, self._num_outputs)
 

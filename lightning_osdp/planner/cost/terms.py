@@ -98,13 +98,14 @@ def exchange_s(exchange: Exchange, kind: str, cluster: Cluster, workload: Worklo
     """Seconds of one exchange over all ranks, by its kind of event; none where there is nothing to send.
 
     Before inputs, ranks tell each other how many rows they have, and twice what they are about to exchange, by way of
-    their hosts.
+    their hosts; before outputs of a pair likewise that all come to its end.
     """
     message = messages(exchange, cluster.world_size)[kind]
     num_bytes = message.num_bytes.at(workload.micro_batch_size)
     of_operation = {"all_gather": cluster.all_gather_s, "all_to_all": cluster.all_to_all_s}
     seconds = of_operation[message.operation](num_bytes) if num_bytes else 0.0
-    return seconds + cluster.agreement_s(_NUMBER_BYTES * (cluster.world_size + 2)) if kind == EXCHANGES[0] else seconds
+    agrees = kind == EXCHANGES[0] or (kind == EXCHANGES[1] and exchange.kind == "pair")
+    return seconds + cluster.agreement_s(_NUMBER_BYTES * (cluster.world_size + 2)) if agrees else seconds
 
 
 def exchanged_bytes(exchange: Exchange, cluster: Cluster, workload: Workload) -> float:

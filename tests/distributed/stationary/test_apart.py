@@ -31,8 +31,9 @@ class Auxiliary(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
 
-    def forward(self, x):
-        return self.head(self.norm(self.down(torch.tanh(self.up(x)))))
+    def forward(self, x, *, ends=True):
+        features = torch.tanh(self.up(x))
+        return self.head(self.norm(self.down(features) if ends else x))
 
 
 class Branching(Chain):
@@ -54,7 +55,7 @@ class Branching(Chain):
         if self.part == "detached":
             hidden = hidden.detach() if is_other else hidden
         with torch.no_grad() if self.part == "no_grad" and is_other else nullcontext():
-            aux = self.aux(hidden)
+            aux = self.aux(hidden, ends=self.part != "end" or not is_other)
         loss = F.mse_loss(told, y)
         if self.part == "asked":
             torch.autograd.grad(told.sum() if is_other else hidden.sum(), hidden, retain_graph=True)
@@ -94,7 +95,7 @@ def test_ranks_whose_losses_leave_operators_out_train_as_under_ddp(ranks, world_
 def refusals():
     """Errors, by what ranks do otherwise."""
     found = {}
-    for part in ("no_grad", "asked", "block"):
+    for part in ("no_grad", "asked", "block", "end"):
         make = partial(Branching, part=part)
         blocks = [Block(name="aux", treatment=Treatment(saves="recompute"))] if part == "block" else []
         found[part] = refused(stationary_plan(make, "dp", blocks=blocks), make)
@@ -105,10 +106,11 @@ TEXTS = {
     "no_grad": "Expected all ranks or none to call an operator that moves activations under torch.no_grad",
     "asked": "Expected every rank to run the same modules in the same order",
     "block": "Expected backward to come to the same modules on every rank",
+    "end": "Expected every rank to run the same modules in the same order",
 }
 
 
-def test_ranks_that_cannot_take_part_in_backward_are_an_error_on_all_ranks(ranks):
+def test_ranks_that_cannot_take_part_are_an_error_on_all_ranks(ranks):
     for found in ranks(2).run(refusals):
         for part, text in TEXTS.items():
             assert found[part] is not None, part

@@ -366,8 +366,12 @@ def test_what_is_fixed_of_the_optimizer_step_is_not_shared_among_ranks(model, cl
     assert optimizer_s(profile, cluster(4)) == pytest.approx(0.25 + 75 * 0.01)
 
 
-def test_ranks_agree_by_way_of_their_hosts_before_inputs_are_exchanged(workload):
-    exchange = Exchange("column", ("a",), *(Affine(0.0, 40.0),) * 3)
+@pytest.mark.parametrize(
+    ("kind", "operators", "agreeing"),
+    [("column", ("a",), ["exchange_inputs"]), ("pair", ("a", "b"), ["exchange_inputs", "exchange_outputs"])],
+)
+def test_ranks_agree_by_way_of_their_hosts_before_inputs_and_the_end_of_a_pair(workload, kind, operators, agreeing):
+    exchange = Exchange(kind, operators, *(Affine(0.0, 40.0),) * 3)
     link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
     slow, fast = (
         Cluster(world_size=4, all_gather=link, reduce_scatter=link, agreement=Link(latency_s=s, seconds_per_byte=0.0))
@@ -377,4 +381,4 @@ def test_ranks_agree_by_way_of_their_hosts_before_inputs_are_exchanged(workload)
         kind: exchange_s(exchange, kind, slow, workload(2)) - exchange_s(exchange, kind, fast, workload(2))
         for kind in EXCHANGES
     }
-    assert more_s == {kind: pytest.approx(3e-3 if kind == "exchange_inputs" else 0.0) for kind in EXCHANGES}
+    assert more_s == {kind: pytest.approx(3e-3 if kind in agreeing else 0.0) for kind in EXCHANGES}
