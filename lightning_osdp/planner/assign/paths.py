@@ -87,7 +87,7 @@ class Paths:
             if kind in collectives_s and each.link == "all" and each.operation not in {"all_gather", *EXCHANGES}
         }
         self._num_micro_batches = setting.workload.num_micro_batches
-        self._optimizer_s = self._clock.optimizer_s - setting.costs.root_more_s  # its states may be on the device
+        self._optimizer_s = setting.costs.optimizer_s - setting.costs.root_more_s  # its states may be on the device
         offered = self._offered = {effects_of(mode) for options in self._options for mode in options}
         self._may_accumulate = any(each.waits for each in offered)
         self._may_wait = not self._may_accumulate and not any(

@@ -33,6 +33,7 @@ from lightning_osdp.planner.cost.terms import (
     overhead_s,
     resource_s,
     unit_s,
+    update_s,
 )
 
 __all__ = [
@@ -65,4 +66,5 @@ __all__ = [
     "saving_peak",
     "step_memory",
     "unit_s",
+    "update_s",
 ]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lightning_osdp.core.axes import ZDP, Treatment
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
-from lightning_osdp.core.step import Workload
+from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.planner.engine import (
     COLLECTIVES,
@@ -154,6 +154,12 @@ def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile,
         copies_s = 3 * unit.trainable_bytes / num_ranks * cluster.host_copy_s_per_byte
         own_s = max(own_s, optimizer.host_s_per_element * trainable / num_ranks + copies_s)
     return own_s - optimizer.s_per_element * trainable / cluster.world_size
+
+
+def update_s(step: Step, modes: Sequence[Treatment]) -> float:
+    """Seconds of the optimizer step in these modes, one per unit."""
+    more_s = (more_optimizer_s(step.profile, step.cluster, *each) for each in zip(step.units, modes, strict=True))
+    return optimizer_s(step.profile, step.cluster) + sum(more_s)
 
 
 def overhead_s(

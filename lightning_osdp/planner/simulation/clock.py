@@ -11,7 +11,7 @@ from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.planner.cost import block_s, copied_s, more_optimizer_s, optimizer_s
+from lightning_osdp.planner.cost import block_s, copied_s, update_s
 from lightning_osdp.planner.engine import (
     DEFAULT,
     FREED,
@@ -67,8 +67,6 @@ class StepClock:
     def __init__(self, step: Step, engine: FSDP2 = DEFAULT) -> None:
         self.profile, self.cluster, self.engine = step.profile, step.cluster, engine
         self.num_micro_batches = step.workload.num_micro_batches
-        self.optimizer_s = optimizer_s(step.profile, step.cluster)
-        """Seconds of the optimizer step where all units are sharded over all ranks; no modes take less."""
         self.durations = durations_of(step, engine)
         self.units, self._step = step.units, step
         self._number_of: dict[Treatment, int] = {}
@@ -97,11 +95,7 @@ class StepClock:
             else:
                 timeline.read_all(events)
             before = events
-        update_s = self.optimizer_s + sum(
-            more_optimizer_s(self.profile, self.cluster, unit, mode)
-            for unit, mode in zip(self.units, modes, strict=True)
-        )
-        return StepTime(timeline.total_s(self.num_micro_batches) + update_s, timeline.stalls_s)
+        return StepTime(timeline.total_s(self.num_micro_batches) + update_s(self._step, modes), timeline.stalls_s)
 
     def _composed(self, modes: Sequence[Treatment]) -> list[list[Event]]:
         """Events of each micro-batch, of steps in which all units are treated alike; segments in a row are one."""

@@ -14,10 +14,9 @@ from lightning_osdp.planner.cost import (
     PeakMemory,
     collective_s,
     evaluation_peak,
-    more_optimizer_s,
-    optimizer_s,
     overhead_part_s,
     saving_peak,
+    update_s,
 )
 from lightning_osdp.planner.engine import (
     COLLECTIVES,
@@ -96,10 +95,10 @@ def simulate_step(
         timeline.end_backward()
     live.update()
     alive = [moment for _, moment in moments]
-    update_s = _update_s(step, modes)
+    updated_s = update_s(step, modes)
     return StepEstimate(
-        time_s=timeline.total_s(num_micro_batches) + update_s,
-        compute_s=num_micro_batches * (sum(durations.forward_s) + sum(durations.backward_s)) + update_s,
+        time_s=timeline.total_s(num_micro_batches) + updated_s,
+        compute_s=num_micro_batches * (sum(durations.forward_s) + sum(durations.backward_s)) + updated_s,
         communication_s=_total_s(simulated, durations.collectives_s, num_micro_batches),
         overhead_s=_total_s(simulated, durations.overhead_s, num_micro_batches),
         contention_s=timeline.total_slowed_s(num_micro_batches),
@@ -121,7 +120,7 @@ def seconds_by_link(
     """Seconds of the step of `simulate_step` as a function of a factor for collectives, by their link."""
     step = in_modes(step, modes)
     simulated, durations = engine.events_of(step, modes), durations_of(step, engine)
-    offered, update_s = durations.collectives_s, _update_s(step, modes)
+    offered, updated_s = durations.collectives_s, update_s(step, modes)
 
     def seconds(factor: Callable[[str], float]) -> float:
         taken_s: dict[str, list[float]] = {
@@ -134,16 +133,9 @@ def seconds_by_link(
             for event in events:
                 timeline.read(event)
             timeline.end_backward()
-        return timeline.total_s(step.workload.num_micro_batches) + update_s
+        return timeline.total_s(step.workload.num_micro_batches) + updated_s
 
     return seconds
-
-
-def _update_s(step: Step, modes: Sequence[Treatment]) -> float:
-    """Seconds of the optimizer's update."""
-    return optimizer_s(step.profile, step.cluster) + sum(
-        more_optimizer_s(step.profile, step.cluster, unit, mode) for unit, mode in zip(step.units, modes, strict=True)
-    )
 
 
 def reserved_by(moments: Sequence[Moment]) -> float:
