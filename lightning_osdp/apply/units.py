@@ -202,7 +202,7 @@ def shard(
     arguments: Callable[[ShardedUnit], Mapping[str, Any]],
     precision: MixedPrecision | None,
     initialize: Callable[[nn.Module], None],
-    ignored: Collection[nn.Parameter] = (),
+    ignored: Collection[nn.Parameter],
 ) -> None:
     """Calls ``fully_shard`` for all units, inner units before outer ones and the root last.
 
@@ -241,7 +241,7 @@ def shard(
             sharding.refuse_copies(module)
 
 
-def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, reached: Sequence[str] = ()) -> None:
+def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, reached: Sequence[str]) -> None:
     """Sets which unit each unit all-gathers ahead: the next one that is not resident.
 
     torch itself takes the order of the last forward. That one may have been an evaluation, and it has units that no

@@ -319,7 +319,7 @@ def _rows_by_operand(operation: Operation) -> Mapping[int, int]:
     return {id(index): size for index, size in zip(indices, given["self"].shape, strict=False)} if indices else {}
 
 
-def _tensor(operand: Operand, *, num_rows: int = 0) -> Tensor:
+def _tensor(operand: Operand, *, num_rows: int) -> Tensor:
     """Tensor of made-up values; indices are below ``num_rows``, if that is not zero."""
     size, dtype, device = operand.num_elements_spanned, operand.dtype, operand.device
     if num_rows and dtype in _INDEX_DTYPES:

@@ -115,7 +115,7 @@ def draw_plan(plan: Plan, *, memory: Sequence[Moment] = ()) -> Figure:
     return figure
 
 
-def save_picture(plan: Plan, path: str | Path, *, memory: Sequence[Moment] = ()) -> None:
+def save_picture(plan: Plan, path: str | Path, *, memory: Sequence[Moment]) -> None:
     """Writes the picture of a plan to an SVG file, the same each time; the arguments are those of `draw_plan`."""
     drawn = io.StringIO()
     metadata = {"Title": _title(plan), "Description": "\n".join(_told(plan)), "Creator": None, "Date": None}

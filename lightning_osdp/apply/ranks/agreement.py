@@ -78,7 +78,7 @@ class Agreement:
     """
 
     def __init__(
-        self, root: nn.Module, groups: Sequence[Any], writes: unsharded.GatheredWrites, *, num_exchanging: int = 0
+        self, root: nn.Module, groups: Sequence[Any], writes: unsharded.GatheredWrites, *, num_exchanging: int
     ) -> None:
         world = dist.group.WORLD
         self._group = _own_group(world) if world is not None and world.size() > 1 else None

@@ -42,7 +42,7 @@ ENOUGH = 1e-3
 
 
 def solve_overlapped(
-    setting: Setting, rooms: Sequence[float], *, search: str, worth_s: float, before: Solved | None = None
+    setting: Setting, rooms: Sequence[float], *, search: str, worth_s: float, before: Solved | None
 ) -> Solved:
     """Fastest modes found where the cluster overlaps; modes that cannot be faster than ``worth_s`` are not improved.
 

@@ -271,7 +271,7 @@ def exact_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAUL
     return PeakMemory.of(exact_moments(step, modes, engine=engine).moments(step.workload.micro_batch_size)[0])
 
 
-def exact_moments(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAULT) -> LargestMoments:
+def exact_moments(step: Step, modes: Sequence[Treatment], *, engine: FSDP2) -> LargestMoments:
     """The largest moment, as that of k = 0, of a step in these modes with any number of samples, event by event."""
 
     def read(sized: Step, tell: Teller) -> None:
@@ -432,7 +432,7 @@ def _more_states(
     return tuple(found)
 
 
-def host_bytes(step: Step, modes: Sequence[Treatment] = (), *, engine: FSDP2 = DEFAULT) -> float:
+def host_bytes(step: Step, modes: Sequence[Treatment] = ()) -> float:
     """Most host memory that a rank takes in these modes, one per unit: for updates there, and for what blocks copy.
 
     Where copies run beside computing, they are pinned: of activations, whose sizes one by one are not known, each is
@@ -441,7 +441,7 @@ def host_bytes(step: Step, modes: Sequence[Treatment] = (), *, engine: FSDP2 = D
     samples = step.workload.micro_batch_size
     copied = [num_bytes.at(samples) for _, num_bytes in step.profile.copied]
     copied += [block_copied_bytes(step.units[place], mode["saves"], samples) for place, mode in enumerate(modes)]
-    return engine.layout_in(step, modes).host + sum(copied) * (PINNED if step.cluster.host_copies_overlap else 1)
+    return DEFAULT.layout_in(step, modes).host + sum(copied) * (PINNED if step.cluster.host_copies_overlap else 1)
 
 
 def block_copied_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:

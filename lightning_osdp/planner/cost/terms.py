@@ -54,7 +54,7 @@ def communication_s(
 
 
 def collectives_s(
-    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2
 ) -> Mapping[Collective, float]:
     """Seconds of `communication_s` by collective, in the order of `COLLECTIVES`."""
     numbers = effects_of(mode).collectives(unit, num_micro_batches=workload.num_micro_batches)
@@ -62,7 +62,7 @@ def collectives_s(
 
 
 def resource_s(
-    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2
 ) -> tuple[float, ...]:
     """Seconds of an optimizer step that a unit takes of computing, its operators' own apart, and of each collective."""
     seconds = collectives_s(unit, mode, cluster=cluster, workload=workload, engine=engine)
@@ -73,7 +73,7 @@ def resource_s(
 
 
 def collective_s(
-    unit: UnitProfile, collective: Collective, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+    unit: UnitProfile, collective: Collective, cluster: Cluster, workload: Workload, engine: FSDP2
 ) -> float:
     """Seconds of one of a unit's collectives.
 

@@ -145,7 +145,7 @@ class FSDP2:
         hosted = tuple(on_host) or (False,) * len(units)
         return layout(tuple(units), optimizer, each, rank or 0, hosted, pins=pins)
 
-    def layout_in(self, step: Step, modes: Sequence[Treatment] = (), *, rank: int | None = None) -> Layout:
+    def layout_in(self, step: Step, modes: Sequence[Treatment], *, rank: int | None = None) -> Layout:
         """Bytes of a step's units in these modes; without any, over all ranks and with states on the device."""
         return self.layout(
             step.units,
@@ -261,7 +261,7 @@ def planned_collectives(unit: Unit, num_micro_batches: int) -> Iterator[tuple[Co
             yield collective, number, whole_bytes / unit.num_slices
 
 
-def num_shards(step: Step, modes: Sequence[Treatment] = ()) -> tuple[int, ...]:
+def num_shards(step: Step, modes: Sequence[Treatment]) -> tuple[int, ...]:
     """The number of ranks that each unit of a step is sharded over in these modes; without any, all ranks."""
     if not modes:
         return (step.cluster.world_size,) * len(step.units)

@@ -115,8 +115,8 @@ class LiveParts:
         *,
         layout: Layout,
         shards: Sequence[int],
-        resident: Sequence[int] = (),
-        exchanging: Sequence[int] = (),
+        resident: Sequence[int],
+        exchanging: Sequence[int],
         asynchronous_unshard: bool,
         is_bound: bool,
     ) -> None:

@@ -136,9 +136,9 @@ class Sweep:
             num_micro_batches = self._policy.workload(micro_batch_size).num_micro_batches
         return [setting.at(micro_batch_size, num_micro_batches) for setting in self._settings]
 
-    def smallest(self, micro_batch_size: int, num_micro_batches: int | None = None) -> Setting:
+    def smallest(self, micro_batch_size: int) -> Setting:
         """The setting that needs the fewest bytes at this size; with operators split where it would not fit else."""
-        return self.competition.smallest(self._of_size(micro_batch_size, num_micro_batches))
+        return self.competition.smallest(self._of_size(micro_batch_size))
 
     def least_bytes(self, micro_batch_size: int, activations: Sequence[str]) -> int:
         """Bytes that the smallest setting of this size needs if blocks may do this with what they save."""

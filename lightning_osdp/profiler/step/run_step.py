@@ -229,7 +229,7 @@ def as_eager(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def note_on_compiled(module: nn.Module, *, exchanges: bool = False) -> str | None:
+def note_on_compiled(module: nn.Module, *, exchanges: bool) -> str | None:
     """Note of a plan for a model of which a part is compiled; Lightning's ``torch.compile(net)`` compiles the root.
 
     With ``exchanges`` it says that nothing inside moves activations, which other operators may.

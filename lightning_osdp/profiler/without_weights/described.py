@@ -25,11 +25,11 @@ def described(
     model: str,
     *,
     settings: Mapping[str, Any],
-    sequence_length: int | None = None,
-    data: str | None = None,
-    task: str | None = None,
-    optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None = None,
-    lora: Mapping[str, Any] | None = None,
+    sequence_length: int | None,
+    data: str | None,
+    task: str | None,
+    optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None,
+    lora: Mapping[str, Any] | None,
 ) -> DescribedModel:
     """Model from its description, without memory for its weights.
 

@@ -85,7 +85,7 @@ class Choice(NamedTuple):
 
 
 def choose_plan(
-    module: pl.LightningModule, options: Options, *, previous: Plan | None, resumed: Resumed | None = None
+    module: pl.LightningModule, options: Options, *, previous: Plan | None, resumed: Resumed | None
 ) -> Choice:
     """Chooses a plan, or none; ``previous`` is the plan of the model that the strategy had before.
 
@@ -119,7 +119,7 @@ def choose_plan(
 
 
 def choose_manual_plan(
-    module: pl.LightningModule, options: Options, *, previous: Plan | None, resumed: Resumed | None = None
+    module: pl.LightningModule, options: Options, *, previous: Plan | None, resumed: Resumed | None
 ) -> Choice | str:
     """Chooses a plan for manual optimization, where all parameters are in children; or says why there is none."""
     check_in_children(module)
@@ -200,7 +200,7 @@ def plan_fit(
     options: Options,
     resumed: Resumed | None,
     *,
-    previous: Plan | None = None,
+    previous: Plan | None,
 ) -> Choice:
     """Plans a fit: all ranks profile, rank 0 plans for all.
 

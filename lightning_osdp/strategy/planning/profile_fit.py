@@ -105,7 +105,7 @@ class FitProfiler:
         module: pl.LightningModule,
         options: Options,
         progress: Progress,
-        resumed: Resumed | None = None,
+        resumed: Resumed | None,
     ) -> None:
         self._trainer, self._module, self._options, self._progress = trainer, module, options, progress
         self._loops = {} if resumed is None else resumed.loops
