@@ -23,10 +23,11 @@ from typing_extensions import Self, override
 
 from lightning_osdp.apply.activations.offload import HostMemory
 from lightning_osdp.apply.ranks.buffers import version_of
-from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.axes import KEEP
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.operations.recomputation import KeptResults
+from lightning_osdp.planner.engine import SAVING
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class BlockForwards:
                 self._replaced[module] = module.forward = BlockForward(module, self.memory, is_unit=is_unit)
         for module, forward in self._replaced.items():
             if module not in chosen:
-                forward.choose("keep")
+                forward.choose(KEEP)
             elif type(module) in self.refused or not chosen[module].kept:
                 forward.choose(chosen[module].activations)
             else:
@@ -96,7 +97,7 @@ class BlockForward:
     """
 
     def __init__(self, block: nn.Module, memory: HostMemory, *, is_unit: bool) -> None:
-        self.block, self.memory, self.activations = block, memory, "keep"
+        self.block, self.memory, self.activations = block, memory, KEEP
         self.kept: KeptResults | None = None
         self._run: Callable[..., Any] = block.forward
         self._buffers = Buffers(block)
@@ -108,7 +109,7 @@ class BlockForward:
         """Sets what the next forward does with the tensors that the block saves, and which results it keeps."""
         self.kept = kept
         if activations != self.activations:
-            takes_reentrant = self._is_unit and activations == "recompute_offload"
+            takes_reentrant = self._is_unit and all(SAVING[activations])
             self._reentrant = Reentrant(self.block, self._run, self._buffers) if takes_reentrant else None
             self.activations = activations
 
@@ -120,14 +121,15 @@ class BlockForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block; returns its outputs."""
-        if self.activations == "keep" or not torch.is_grad_enabled():
+        if self.activations == KEEP or not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
         return self._saving_less(args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # else a compiled block would compile the hooks that drop and restore
     def _saving_less(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.memory.saves_for(self.block) if "offload" in self.activations else nullcontext():
-            if self.activations == "offload":
+        saving = SAVING[self.activations]
+        with self.memory.saves_for(self.block) if saving.copies else nullcontext():
+            if not saving.reruns:
                 return self._run(*args, **kwargs)
             if self._reentrant is not None and self._reentrant.takes(args, kwargs):
                 return self._reentrant(args, kwargs)
@@ -192,7 +194,7 @@ def with_recomputed(blocks: Sequence[Block], names: Collection[str]) -> tuple[Bl
     planned = [block.name for block in blocks]
     more = [name for name in names if name not in planned and not is_inside(name, planned)]
     kept = [block for block in blocks if not is_inside(block.name, more)]
-    return (*kept, *(Block(name=name, treatment=Treatment(saves="recompute")) for name in more))
+    return (*kept, *Block.recomputing(more))
 
 
 def is_inside(name: str, names: Collection[str]) -> bool:

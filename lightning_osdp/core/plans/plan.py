@@ -148,6 +148,11 @@ class Block:
     costs_s: float = 0.0
     """Predicted seconds per optimizer step that the treatment takes."""
 
+    @classmethod
+    def recomputing(cls, names: Iterable[str]) -> tuple[Block, ...]:
+        """Blocks of these names, all of which recompute everything."""
+        return tuple(cls(name=name, treatment=Treatment(saves="recompute")) for name in names)
+
     @property
     def activations(self) -> str:
         """Value of the axis ``saves``, not ``keep``."""

@@ -214,7 +214,7 @@ def _moved(incumbent: _Incumbent) -> Iterator[Modes]:
     """Yields modes in which one unit moves activations in place of weights, or weights in place of activations."""
     for unit, options in enumerate(incumbent.problem.options):
         for mode in options:
-            if mode["moves"] != incumbent.modes[unit]["moves"]:
+            if effects_of(mode).exchanges != effects_of(incumbent.modes[unit]).exchanges:
                 yield incumbent.with_modes({unit: mode})
 
 

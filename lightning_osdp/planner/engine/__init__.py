@@ -13,6 +13,7 @@ from lightning_osdp.planner.engine.change import FLIPS, check_change
 from lightning_osdp.planner.engine.effects import (
     FREED,
     KEPT,
+    SAVING,
     Effects,
     block_effects,
     effects_in,
@@ -39,6 +40,7 @@ __all__ = [
     "MOST_SIMULATED",
     "OVERHEAD",
     "REDUCTIONS_IN_FLIGHT",
+    "SAVING",
     "Collective",
     "Effects",
     "Event",

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from lightning_osdp.core.affine import ZERO, Affine
-from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.cluster import UNIT_PARTS
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.core.profile import BlockProfile
@@ -195,16 +195,30 @@ class BlockEffects(NamedTuple):
     """Bytes that its forward copies to host memory, and its backward back."""
 
 
-_RERUNS = frozenset({"recompute", "recompute_offload"})
-"""Values of ``saves`` with which a block runs its forward again, beside its levels; which of them copy, and how much,
-is profiled."""
+class Saving(NamedTuple):
+    """Fate of the tensors that a block saves."""
+
+    reruns: bool
+    """True if backward runs the block's forward again, for some or all of them."""
+    copies: bool
+    """True if they, or the inputs of a block that runs again, go to host memory and back."""
+
+
+SAVING: Mapping[str, Saving] = {
+    "keep": Saving(reruns=False, copies=False),
+    "recompute": Saving(reruns=True, copies=False),
+    "offload": Saving(reruns=False, copies=True),
+    "recompute_offload": Saving(reruns=True, copies=True),
+    **dict.fromkeys(LEVELS, Saving(reruns=True, copies=False)),
+}
+"""Values of ``saves`` -> what they do; how many bytes and seconds that takes is profiled."""
 
 
 def block_effects(block: BlockProfile, choice: str) -> BlockEffects:
     """Effects of a value of ``saves``."""
     if choice in block.levels:
         return BlockEffects(True, block.levels[choice].rerun_s, ZERO)
-    reruns = choice in _RERUNS
+    reruns = SAVING[choice].reruns
     return BlockEffects(reruns, block.rerun_s if reruns else ZERO, block.copied_bytes.get(choice, ZERO))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 
+from lightning_osdp.core.axes import AXES
 from lightning_osdp.core.batch_policy import largest_fitting
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
 from lightning_osdp.planner.assign import Modes, Setting
@@ -139,7 +140,7 @@ def _on_host(setting: Setting, peak: PeakMemory, memory_limit_bytes: int, host_l
     profile = setting.profile
     if not is_timed:
         profile = dataclasses.replace(profile, optimizer=dataclasses.replace(optimizer, host_s_per_element=0.0))
-    modes = tuple(mode.but(states=place) for mode in setting.modes for place in ("host", "device"))
+    modes = tuple(mode.but(states=place) for mode in setting.modes for place in AXES["states"].values)
     offering = dataclasses.replace(setting, profile=profile, modes=modes)
     costs = offering.costs
     fewest = _fewest_on_host(offering, memory_limit_bytes)

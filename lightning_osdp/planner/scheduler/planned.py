@@ -88,11 +88,12 @@ def plan_of(
 def may_recompute(setting: Setting, modes: Modes) -> list[BlockProfile]:
     """Blocks that can recompute, whatever they do now: a block runs once where activations move inside."""
     in_modes = zip(setting.units, modes, strict=True)
-    moving = [f"{operator.name}." for unit, mode in in_modes if "moves" in mode for operator in unit.operators]
+    moving = [unit for unit, mode in in_modes if effects_of(mode).exchanges]
+    names = [f"{operator.name}." for unit in moving for operator in unit.operators]
     return [
         block
         for block in setting.unchanged.blocks
-        if "recompute" in block.segments and not any(name.startswith(f"{block.name}.") for name in moving)
+        if "recompute" in block.segments and not any(name.startswith(f"{block.name}.") for name in names)
     ]
 
 

@@ -25,6 +25,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, PlanFormatError, ProfileError
+from lightning_osdp.planner.engine import effects_of
 from lightning_osdp.planner.scheduler import PlanMethod, in_micro_batches
 from lightning_osdp.profiler import fingerprint, measure_cluster, raise_if_fatal
 from lightning_osdp.report.sentences import tell_accumulation, tell_correction
@@ -180,7 +181,8 @@ def divide_plan(trainer: pl.Trainer, plan: Plan, options: Options, resumed: Resu
     saved = None if resumed is None else division.resumed(resumed.division)
     if resumed is None or saved in (None, workload_of(plan)):
         return in_micro_batches(plan, used), division
-    keeps_more = plan.num_micro_batches == 1 and any(unit.sync != "every" for unit in plan.units)
+    waits = any(effects_of(treatment).waits for unit in plan.units for treatment in unit.treatments)
+    keeps_more = plan.num_micro_batches == 1 and waits
     if plan.peak_bytes and (saved.micro_batch_size > plan.micro_batch_size or keeps_more):
         raise ConfigurationError(
             f"Expected a plan for {division_text(saved)}, in which the checkpoint {resumed.path!r} counts, got one for"

@@ -34,7 +34,6 @@ from lightning_osdp.apply import (
     sharded_as,
 )
 from lightning_osdp.callbacks.peak import callbacks_of
-from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
@@ -228,7 +227,7 @@ def shard_children(module: pl.LightningModule, why: str, options: Options, **arg
             f"Expected no plan= with automatic_optimization=False here, for {why}. Leave it out, or use automatic"
             " optimization."
         )
-    blocks = [Block(name=name, treatment=Treatment(saves="recompute")) for name in options.recomputed]
+    blocks = Block.recomputing(options.recomputed)
     size = options.search_space.min_unit_bytes
     smallest = SMALL_UNIT_BYTES if size is None else size
     names = ", ".join(name for name, _ in called_children(module))

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
-from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.core.profile import ModelProfile
@@ -254,7 +253,7 @@ class _Variants:
             yield self.made("no recomputation", _all(), blocks=())
             yield self.made("no recomputation, all ZDP", _all(keep="nothing"), blocks=())
         if names:
-            yield self.with_most_kept("all blocks recomputing, fewer collectives", _recomputing(names))
+            yield self.with_most_kept("all blocks recomputing, fewer collectives", Block.recomputing(names))
 
     def thriftier(self) -> Iterator[_Variant | None]:
         """Yields variants with ever more blocks recomputing, each with as many units kept as fit."""
@@ -281,7 +280,7 @@ class _Variants:
         others = [name for name in self._may_recompute or () if name not in planned or planned[name].kept]
         chosen = []
         for share in range(_NUM_SHARES + 1):
-            more = _recomputing(others[: math.ceil(len(others) * share / _NUM_SHARES)])
+            more = Block.recomputing(others[: math.ceil(len(others) * share / _NUM_SHARES)])
             chosen.append(tuple((planned | {block.name: block for block in more}).values()))
         return [*dict.fromkeys(chosen)]
 
@@ -366,10 +365,6 @@ class _Variants:
 
 def _all(**values: str) -> _Change:
     return lambda _: values
-
-
-def _recomputing(names: Sequence[str]) -> tuple[Block, ...]:
-    return tuple(Block(name=name, treatment=Treatment(saves="recompute")) for name in names)
 
 
 def _only(names: Sequence[str], **values: str) -> _Change:
