@@ -15,7 +15,8 @@ from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Contention, DeviceRates, Link, Links, UnitOverhead
 from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.exchange import Exchange
-from lightning_osdp.core.plans.plan import Block, Cost, Decision, Option, Plan, Unit
+from lightning_osdp.core.plans.parts import Block, Cost, Decision, Option, Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import (
     BlockProfile,

@@ -1,7 +1,8 @@
 """Plans that predict nothing, and menus of units that predict what a test says."""
 
 from lightning_osdp.core.axes import HPZ, freed_and_kept, named
-from lightning_osdp.core.plans.plan import Option, Plan
+from lightning_osdp.core.plans.parts import Option
+from lightning_osdp.core.plans.plan import Plan
 
 UNPREDICTED = {"peak_bytes": 0, "step_time_s": 0.0, "samples_per_s": 0.0, "gap": 0.0}
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_osdp.apply.activations.blocks import BlockForward
 from lightning_osdp.apply.internals import access
 from lightning_osdp.core.axes import named
-from lightning_osdp.core.plans.plan import Unit
+from lightning_osdp.core.plans.parts import Unit
 from tests.plans import bare_plan
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from lightning_osdp import Cluster, ModelProfile, simulate
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.batch_policy import largest_fitting
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.parts import Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.planner.engine import effects_of, planned_collectives
 from lightning_osdp.profiler import fingerprint
 

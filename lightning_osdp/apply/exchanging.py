@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecision
 
 from lightning_osdp.apply.internals import dtensors, sharding
 from lightning_osdp.apply.units import Meshes, ShardedUnit, policy_of
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.parts import Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.operations.stationary import Ranks, WaitingOutputs, as_whole, make_stationary
 from lightning_osdp.planner.engine import effects_of
 

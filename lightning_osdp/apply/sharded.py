@@ -43,7 +43,8 @@ from lightning_osdp.apply.treatments import accumulate, arguments_of, change
 from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, policy_of, set_prefetch, shard
 from lightning_osdp.apply.updates import share_gradients, stepping_on_rows, try_optimizer
 from lightning_osdp.core.axes import Treatment, freed_and_kept
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.parts import Block, Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError

@@ -14,7 +14,8 @@ from rich.console import RenderableType
 from lightning_osdp.cli.answer import step_seconds
 from lightning_osdp.core.axes import ACTIVATION_CHOICES, DEFAULT_ACTIVATIONS, NAMED_MODES, SELECTIVE
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.parts import Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from lightning_osdp.core.axes import STATIONARY, freed_and_kept
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.parts import Block, Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import CHUNKS, ModelProfile, in_chunks
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
 from lightning_osdp.core.text.duration import format_seconds

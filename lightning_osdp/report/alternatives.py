@@ -8,7 +8,8 @@ from itertools import product
 
 from lightning_osdp.core.axes import KEEP, Treatment, freed_and_kept
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.parts import Block, Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, RESIDENT, STATIONARY, ZDP
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.parts import Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.planner.engine import Moment

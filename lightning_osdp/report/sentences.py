@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from lightning_osdp.core.axes import NAMED_MODES, ZDP, freed_and_kept
 from lightning_osdp.core.correction import Correction
-from lightning_osdp.core.plans.plan import Block, Cost, Plan, Unit
+from lightning_osdp.core.plans.parts import Block, Cost, Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import CHUNKS
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.callbacks.peak import planned_tensors, unplanned_tensors
-from lightning_osdp.core.plans.plan import Block, Plan, workload_of
+from lightning_osdp.core.plans.parts import Block
+from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import InfeasibleError

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_osdp.apply.activations.blocks import BlockForwards
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.profiler import LiveBytes
 

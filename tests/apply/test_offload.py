@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_osdp.apply.activations.blocks import BlockForwards
 from lightning_osdp.apply.activations.offload import CopyStream, HostMemory
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.profiler import LiveBytes
 
 CPU = torch.device("cpu")

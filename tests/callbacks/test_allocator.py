@@ -9,7 +9,7 @@ import torch
 from lightning_osdp import Plan, PlanMonitor
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, AllocatorWatch, PeakCounter
 from lightning_osdp.core.axes import named
-from lightning_osdp.core.plans.plan import Unit
+from lightning_osdp.core.plans.parts import Unit
 
 CUDA = torch.device("cuda", 0)
 PLAN = Plan(

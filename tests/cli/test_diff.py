@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.report.difference import compare_plans
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds

@@ -9,7 +9,7 @@ from torch._inductor.analysis.profile_analysis import JsonProfile
 from torch.profiler._trace_validator import validate_trace
 
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.trace import STREAMS, chrome_trace
 

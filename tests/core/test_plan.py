@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.axes import ACTIVATION_CHOICES, MODES, Treatment, named
-from lightning_osdp.core.plans.plan import (
-    COST_MODELS,
-    PREFETCH_CHOICES,
-    SCHEMA_VERSION,
-    Block,
-    Decision,
-    Plan,
-    Unit,
-)
+from lightning_osdp.core.plans.parts import Block, Decision, Unit
+from lightning_osdp.core.plans.plan import COST_MODELS, PREFETCH_CHOICES, SCHEMA_VERSION, Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import OSDPError, PlanFormatError, PlanMismatchError

@@ -3,7 +3,8 @@ import dataclasses
 import pytest
 
 from lightning_osdp.core.axes import Treatment, named
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.parts import Block, Unit
+from lightning_osdp.core.plans.plan import Plan
 
 MIB = 2**20
 PLAN = Plan(

@@ -6,7 +6,7 @@ import torch
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.axes import NAMED_MODES, named
-from lightning_osdp.core.plans.plan import Unit
+from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.units import partition
 from lightning_osdp.profiler import fingerprint, profile_model
 from tests.plans import bare_plan

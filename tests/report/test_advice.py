@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import ZDP, Treatment
 from lightning_osdp.core.exchange import Exchange
-from lightning_osdp.core.plans.plan import Block, Unit
+from lightning_osdp.core.plans.parts import Block, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import CHUNKS, BlockProfile, Segment, in_chunks
 from lightning_osdp.planner.scheduler import make_plan

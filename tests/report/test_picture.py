@@ -8,7 +8,8 @@ import pytest
 
 from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.parts import Block, Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.planner.engine import Moment
 from lightning_osdp.planner.scheduler import make_plan
 from lightning_osdp.planner.simulation import simulate

@@ -6,7 +6,8 @@ import pytest
 
 from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.correction import Correction
-from lightning_osdp.core.plans.plan import Block, Option, Plan, Unit
+from lightning_osdp.core.plans.parts import Block, Option, Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.report.sentences import (

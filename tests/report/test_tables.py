@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from lightning_osdp.core.axes import named
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.parts import Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.report.tables import comparison_table, plan_table, render, render_plan
 from tests.plans import menu
 

@@ -20,7 +20,7 @@ from benchmarks.testbed.memory import StepBytes, count_step
 from lightning_osdp import OSDPStrategy, Plan, TrainingStep, profile_model
 from lightning_osdp.core.axes import DP, HDP, NAMED_MODES, RESIDENT, STATIONARY, ZDP, Treatment, named
 from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
-from lightning_osdp.core.plans.plan import Block, Unit
+from lightning_osdp.core.plans.parts import Block, Unit
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile, partition
 from lightning_osdp.planner.engine import engine_of

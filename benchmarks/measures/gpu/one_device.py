@@ -33,7 +33,8 @@ from lightning_osdp.apply import local
 from lightning_osdp.apply.activations.blocks import BlockForwards
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Link
-from lightning_osdp.core.plans.plan import Block, Plan
+from lightning_osdp.core.plans.parts import Block
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import LiveBytes, TrainingStep, is_out_of_memory
 from lightning_osdp.profiler.machine.stopwatch import between_s, fastest_s, mark, synchronize
 from lightning_osdp.profiler.operation_time import estimate_step, replayed_s

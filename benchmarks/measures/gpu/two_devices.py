@@ -28,7 +28,8 @@ from benchmarks.testbed.training import StartedRanks
 from lightning_osdp import Cluster, ModelProfile, OSDPStrategy, TrainingStep, measure_cluster, profile_model
 from lightning_osdp.core.axes import STATIONARY, Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.plans.plan import Block, Plan
+from lightning_osdp.core.plans.parts import Block
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.planner.scheduler import make_plan as search
 from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.profiler.machine.cluster import LEAST_HIDDEN, begin_reduce_scatter, beside_products, hidden_share

@@ -19,7 +19,7 @@ from benchmarks.families import BLOCKS, Family
 from benchmarks.testbed.by_hand import gather_ahead, scatter_in_flight
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp.core.axes import ANYTHING, DP, HDP, HPZ, HSDP, NAMED_MODES, RESIDENT, ZDP, Treatment
-from lightning_osdp.core.plans import plan as plans
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.planner.engine import effects_of
 
@@ -125,7 +125,7 @@ class Way:
                 replace(unit, treatments=tuple(each.but(reduce=sync).within(ANYTHING) for each in unit.treatments))
                 for unit in plan.units
             ),
-            blocks=tuple(plans.Block(name=name, treatment=Treatment(saves="recompute")) for name in blocks),
+            blocks=Block.recomputing(blocks),
         )
 
     @property

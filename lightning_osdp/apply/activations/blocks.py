@@ -24,7 +24,7 @@ from typing_extensions import Self, override
 from lightning_osdp.apply.activations.offload import HostMemory
 from lightning_osdp.apply.ranks.buffers import version_of
 from lightning_osdp.core.axes import KEEP
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.operations.recomputation import KeptResults
 from lightning_osdp.planner.engine import SAVING

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from lightning_osdp.core.axes import ANYTHING, AXES, LEVELS, NAMED_MODES, Treatment, named
+from lightning_osdp.core.axes import NAMED_MODES
 from lightning_osdp.core.correction import Correction
-from lightning_osdp.core.exchange import KINDS, numbers_of_operators
+from lightning_osdp.core.plans.checks import check_blocks, check_choice, check_units, from_schema_3
 from lightning_osdp.core.plans.document import as_json, read_value, shown, write_whole
+from lightning_osdp.core.plans.parts import Block, Decision, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names
@@ -25,138 +25,6 @@ SCHEMA_VERSION = 4
 PREFETCH_CHOICES = ("pre", "none")
 """Settings of backward prefetch."""
 COST_MODELS = ("simulate", "paper")
-
-
-class Cost(NamedTuple):
-    """Seconds and bytes that a unit takes in some treatments, beyond the best of its menu."""
-
-    seconds: float
-    """Seconds of an optimizer step."""
-    num_bytes: float
-
-    def beyond(self, other: Cost) -> Cost:
-        """The difference from another one."""
-        return Cost(self.seconds - other.seconds, self.num_bytes - other.num_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """One way to treat a unit in all its slices, with all else as planned."""
-
-    treatment: Treatment
-    more_s: float = 0.0
-    """Predicted seconds of an optimizer step beyond the fastest option of the unit."""
-    more_bytes: int = 0
-    """Bytes that the unit holds beyond its smallest option, from forward to backward or all the time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """Parameters that are all-gathered and freed at once, with the treatment of each slice."""
-
-    name: str
-    """Qualified name of the module that is sharded; the empty string is the root."""
-    operators: tuple[str, ...]
-    """Qualified names of the operators whose parameters it holds, in forward order."""
-    kind: str
-    """Class names of the operators, for reports."""
-    treatments: tuple[Treatment, ...]
-    """Treatments of the slices; one where the operator is not split."""
-    modules: tuple[str, ...] = ()
-    """Modules that are grouped in this unit; empty where it is just the module of its name. The unit stays gathered
-    from the first call of these modules to the last."""
-    exchange: str = ""
-    """Exchange by which activations of its operators can move, one of ``core.exchange.KINDS``; empty where none can."""
-    exchanged_bytes: int = 0
-    """Bytes that a rank sends for that in an optimizer step, where they move."""
-    is_read: bool = True
-    """True where backward reads the unit's parameters, and so gathers the unit."""
-    parameter_bytes: int = 0
-    """Gathered parameters of all slices."""
-    gradient_bytes: int | None = None
-    """Gradients of all slices, in the dtype in which they are reduced: 0 where all is frozen. None: as many as of
-    parameters."""
-    time_s: float = 0.0
-    """Predicted seconds per optimizer step: communication and the operators' own computation."""
-    menu: tuple[Option, ...] = ()
-    """All treatments that apply to it, offered or not; empty for the root, on one rank and where nothing is
-    predicted."""
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """Names of how parameters are treated, one per slice: ``DP``, ``ZDP`` and others of ``core.axes``."""
-        return tuple(treatment.name for treatment in self.treatments)
-
-    @property
-    def sync(self) -> str:
-        """Micro-batches that reduce gradients: one of ``core.axes.SYNC_CHOICES``."""
-        return self.treatments[0]["reduce"]
-
-    @property
-    def wrapped_modules(self) -> tuple[str, ...]:
-        """Names of the modules that the unit consists of, in forward order."""
-        return self.modules or (self.name,)
-
-    @property
-    def num_slices(self) -> int:
-        """Number of slices."""
-        return len(self.treatments)
-
-    def in_modes(self, *names: str, sync: str | None = None) -> Unit:
-        """The unit with treatments of these names, one per slice; ``sync`` None leaves gradient reduction as it is."""
-        return replace(self, treatments=named(*names, reduce=self.sync if sync is None else sync))
-
-    def treated(self, **changed: str) -> Unit:
-        """The unit with other values in some axes, in all slices."""
-        return replace(self, treatments=tuple(treatment.but(**changed) for treatment in self.treatments))
-
-    def with_least(self, axis: str) -> Unit:
-        """The unit with the value of an axis that takes least memory, in all slices."""
-        return self.treated(**{axis: AXES[axis].values[0]})
-
-    def cost(self, *treatments: Treatment) -> Cost:
-        """Cost of these treatments of equal shares of the unit, by its `menu`; of its own treatments without any."""
-        chosen, options = treatments or self.treatments, {option.treatment: option for option in self.menu}
-        priced = [options.get(each, Option(treatment=each)) for each in chosen]
-        return Cost(
-            sum(option.more_s for option in priced) / len(chosen),
-            sum(option.more_bytes for option in priced) / len(chosen),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """The modes of one operator, one per slice: what a plan says, seen from the operator."""
-
-    operator: str
-    unit: str
-    modes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """A module that does not simply keep what it saves for backward."""
-
-    name: str
-    """Qualified name of the module; none is inside another."""
-    treatment: Treatment
-    """Treatment of the tensors that the module saves for backward."""
-    kept: tuple[int, ...] = ()
-    """Results that a block at one of ``core.axes.LEVELS`` keeps, see ``core.profile.Level.kept``."""
-    frees_bytes: int = 0
-    """Bytes of a micro-batch that do not stay on the device from its forward to its backward."""
-    costs_s: float = 0.0
-    """Predicted seconds per optimizer step that the treatment takes."""
-
-    @classmethod
-    def recomputing(cls, names: Iterable[str]) -> tuple[Block, ...]:
-        """Blocks of these names, all of which recompute everything."""
-        return tuple(cls(name=name, treatment=Treatment(saves="recompute")) for name in names)
-
-    @property
-    def activations(self) -> str:
-        """Value of the axis ``saves``, not ``keep``."""
-        return self.treatment["saves"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -396,7 +264,7 @@ def _read(document: object, source: str) -> Plan:
         raise PlanFormatError(f"Expected {source} to hold a JSON object, got {type(document).__name__}.")
     version = document.get("schema_version")
     if version == 3:
-        document = _from_schema_3(document)
+        document = from_schema_3(document)
     elif version != SCHEMA_VERSION:
         raise PlanFormatError(
             f"Expected {source} to have schema_version {SCHEMA_VERSION}, got {shown(version)}."
@@ -404,14 +272,14 @@ def _read(document: object, source: str) -> Plan:
         )
     entries = {key: value for key, value in document.items() if key != "decisions"}
     plan: Plan = read_value(Plan, entries, f"{source} at Plan")
-    _check_units(plan.units, source)
-    _check_blocks(plan.blocks, source)
-    _check_blocks((*(block for block in plan.blocks if not block.kept), *plan.recomputable), source)
+    check_units(plan.units, source)
+    check_blocks(plan.blocks, source)
+    check_blocks((*(block for block in plan.blocks if not block.kept), *plan.recomputable), source)
     for name in ("world_size", "micro_batch_size", "num_micro_batches", "memory_limit_bytes"):
         if getattr(plan, name) < 1:
             raise PlanFormatError(f"Expected {name!r} of {source} to be at least 1, got {getattr(plan, name)!r}.")
-    _check_choice("'backward_prefetch'", plan.backward_prefetch, PREFETCH_CHOICES, source)
-    _check_choice("'cost_model'", plan.cost_model, COST_MODELS, source)
+    check_choice("'backward_prefetch'", plan.backward_prefetch, PREFETCH_CHOICES, source)
+    check_choice("'cost_model'", plan.cost_model, COST_MODELS, source)
     _check_prefetch(plan, source)
     _check_nodes(plan, source)
     if "decisions" in document and document["decisions"] != json.loads(plan.to_json())["decisions"]:
@@ -420,115 +288,6 @@ def _read(document: object, source: str) -> Plan:
             " Edit 'units' (they say what is sharded how) and delete 'decisions' (they are derived)."
         )
     return plan
-
-
-def _from_schema_3(document: dict[str, Any]) -> dict[str, Any]:
-    """A plan as schema 4 has it: units had names of modes and one ``sync``, blocks had ``activations``.
-
-    Units had prices of two other options in place of a menu; these are left out.
-    """
-    found = {**document, "schema_version": SCHEMA_VERSION}
-    if isinstance(found.get("units"), list):
-        found["units"] = [_unit_from_schema_3(unit) if isinstance(unit, dict) else unit for unit in found["units"]]
-    for name in ("blocks", "recomputable"):
-        if isinstance(found.get(name), list):
-            found[name] = [
-                {**{k: v for k, v in block.items() if k != "activations"}, "treatment": {"saves": block["activations"]}}
-                if isinstance(block, dict) and "activations" in block
-                else block
-                for block in found[name]
-            ]
-    return found
-
-
-def _unit_from_schema_3(unit: dict[str, Any]) -> dict[str, Any]:
-    modes, sync = unit.get("modes"), unit.get("sync", "every")
-    if not isinstance(modes, list):
-        return unit
-    prices = {"keep_saves_s", "keep_costs_bytes", "accumulate_saves_s", "accumulate_costs_bytes"}
-    left = {name: value for name, value in unit.items() if name not in {"modes", "sync", *prices}}
-    treatments = [{**NAMED_MODES[mode], "reduce": sync} if mode in [*NAMED_MODES] else mode for mode in modes]
-    return {**left, "treatments": treatments}
-
-
-def _check_choice(what: str, value: str, choices: tuple[str, ...], where: str) -> None:
-    if value not in choices:
-        raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
-
-
-def _check_treatment(treatment: Treatment, on: str, where: str) -> None:
-    if any(AXES[name].on != on for name in treatment):
-        raise PlanFormatError(f"Expected the treatment of {where} to be that of a {on}, got {treatment!r}.")
-    wrong = next((name for name, value in treatment.items() if treatment.within(ANYTHING)[name] != value), None)
-    if wrong is not None:
-        raise PlanFormatError(
-            f"Expected the treatment of {where} to be one that there is, got {treatment!r}: {wrong!r} of"
-            f" {treatment[wrong]!r} does not go with the others. Leave one of them out."
-        )
-
-
-def _check_units(units: tuple[Unit, ...], source: str) -> None:
-    seen_units: set[str] = set()
-    seen_operators: set[str] = set()
-    seen_modules: set[str] = set()
-    for unit in units:
-        where = f"unit {unit.name!r} of {source}"
-        if not unit.treatments:
-            raise PlanFormatError(f"Expected at least one treatment of {where}, got none.")
-        for treatment in unit.treatments:
-            _check_treatment(treatment, "unit", where)
-        if len({treatment.of_all_slices for treatment in unit.treatments}) > 1:
-            shared = tuple(name for name, axis in AXES.items() if not axis.by_slice)
-            raise PlanFormatError(
-                f"Expected all slices of {where} to have the same values of {shared}, got {shown(unit.treatments)}."
-            )
-        repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
-        if repeated or len(set(unit.operators)) < len(unit.operators):
-            raise PlanFormatError(f"Expected units and operators of {source} once each, got {where} again.")
-        if seen_modules.intersection(unit.modules) or len(set(unit.modules)) < len(unit.modules):
-            raise PlanFormatError(f"Expected modules of {source} in one unit each, got those of {where} again.")
-        if unit.modules and (unit.num_slices > 1 or not unit.name):
-            raise PlanFormatError(f"Expected no 'modules' in {where}: neither slices nor the root are grouped.")
-        _check_exchange(unit, where)
-        seen_modules.update(unit.modules)
-        seen_units.add(unit.name)
-        seen_operators.update(unit.operators)
-    if "" not in seen_units:
-        raise PlanFormatError(f"Expected {source} to have a root unit, named '', got none.")
-
-
-def _check_exchange(unit: Unit, where: str) -> None:
-    if not unit.exchange:
-        if any("moves" in treatment for treatment in unit.treatments):
-            raise PlanFormatError(f"Expected an 'exchange' of {where}, one of {KINDS}, for it moves activations.")
-        return
-    _check_choice("'exchange'", unit.exchange, KINDS, where)
-    numbers = numbers_of_operators(unit.exchange)
-    if len(unit.operators) not in numbers or unit.operators != unit.wrapped_modules or unit.num_slices > 1:
-        raise PlanFormatError(
-            f"Expected {where} to be {' or '.join(map(str, numbers))} operators, the modules of the unit, for its"
-            f" exchange is {unit.exchange!r}, got {shown(unit.operators)} in {unit.num_slices} slices."
-        )
-
-
-def _check_blocks(blocks: tuple[Block, ...], source: str) -> None:
-    names = {block.name for block in blocks}
-    if len(names) < len(blocks):
-        raise PlanFormatError(f"Expected blocks of {source} once each, got {[block.name for block in blocks]}.")
-    for block in blocks:
-        where = f"block {block.name!r} of {source}"
-        _check_treatment(block.treatment, "block", where)
-        if not block.treatment:
-            raise PlanFormatError(f"Expected {where} to do something else than to keep what it saves. Leave it out.")
-        if bool(block.kept) != (block.activations in LEVELS) or [*block.kept] != sorted({*block.kept}):
-            raise PlanFormatError(
-                f"Expected {where} to name results in ascending order in 'kept' if it is at one of {LEVELS}, and none"
-                f" else, got {block.activations!r} with {[*block.kept]}."
-            )
-        parts = block.name.split(".")
-        around = {".".join(parts[:length]) for length in range(1, len(parts))}
-        if not block.name or around & names:
-            raise PlanFormatError(f"Expected no block of {source} inside another, and not the root, got {where}.")
 
 
 def _check_nodes(plan: Plan, source: str) -> None:

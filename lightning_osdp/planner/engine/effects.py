@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.cluster import UNIT_PARTS
-from lightning_osdp.core.plans.plan import Unit
+from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from lightning_osdp.core.axes import Treatment, freed_and_kept
-from lightning_osdp.core.plans.plan import PREFETCH_CHOICES, Plan, Unit
+from lightning_osdp.core.plans.parts import Unit
+from lightning_osdp.core.plans.plan import PREFETCH_CHOICES, Plan
 from lightning_osdp.core.profile import OptimizerProfile, Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile

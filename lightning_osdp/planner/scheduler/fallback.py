@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightning_osdp.core.axes import AXES
-from lightning_osdp.core.plans.plan import Block, Plan, Unit, workload_of
+from lightning_osdp.core.plans.parts import Block, Unit
+from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.step import Workload
 
 

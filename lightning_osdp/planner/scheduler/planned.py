@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_osdp.core.axes import KEEP, Treatment
-from lightning_osdp.core.plans.plan import Block, Option, Plan, Unit
+from lightning_osdp.core.plans.parts import Block, Option, Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, ModelProfile, in_chunks
 from lightning_osdp.core.slices import slice_names

@@ -34,7 +34,8 @@ from lightning_osdp.apply import (
     sharded_as,
 )
 from lightning_osdp.callbacks.peak import callbacks_of
-from lightning_osdp.core.plans.plan import Block, Plan
+from lightning_osdp.core.plans.parts import Block
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError

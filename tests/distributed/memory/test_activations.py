@@ -18,8 +18,8 @@ from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.activations.blocks import Reentrant
 from lightning_osdp.core.axes import ACTIVATION_CHOICES, Treatment
 from lightning_osdp.core.cluster import DeviceRates
-from lightning_osdp.core.plans.plan import Block
-from lightning_osdp.core.plans.plan import Block as PlannedBlock
+from lightning_osdp.core.plans.parts import Block
+from lightning_osdp.core.plans.parts import Block as PlannedBlock
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.operations.splitting import cuts_of
 from lightning_osdp.profiler import model as profiler_model

@@ -16,7 +16,7 @@ from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.internals import gathering
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.operations.recomputation import is_heavy
 from tests.distributed.memory import test_activations as activations
 from tests.distributed.support.fits import largest_difference, plan_for

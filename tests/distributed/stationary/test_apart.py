@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.operations.stationary import is_stationary
 from tests.distributed.stationary.test_training import EXCHANGES, refused, stationary_plan
 from tests.distributed.support.user_runs import WIDTH, Chain, ddp, difference, fitted, moved

@@ -18,7 +18,8 @@ from lightning_osdp import Cluster, OSDPStrategy, SearchSpace
 from lightning_osdp.apply import change_plan
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.cluster import Link
-from lightning_osdp.core.plans.plan import Block, Plan
+from lightning_osdp.core.plans.parts import Block
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.operations.stationary import is_stationary
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning import plan_fit

@@ -19,7 +19,7 @@ from lightning_osdp.apply.internals import access, gathering
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.core.axes import ACTIVATION_CHOICES, Treatment
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.planner.engine import engine_of
 from lightning_osdp.planner.simulation import planned_step
 from lightning_osdp.profiler import LiveBytes

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from lightning_osdp import apply_plan
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.plans.parts import Block
 from tests.distributed.support.fits import plan_for
 from tests.distributed.support.models import Base
 from tests.distributed.training.test_resident import STEPS, Gathers, differs, ran

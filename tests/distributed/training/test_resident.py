@@ -21,7 +21,7 @@ from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
 from lightning_osdp.apply.internals import sharding
 from lightning_osdp.apply.internals.gathering import whole_storages
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.core.plans.parts import Block
 from tests.distributed.support.fits import fitted, largest_difference, plan_for, shared_folder, trainer
 from tests.distributed.support.models import Base
 from tests.distributed.training.test_joined import entries, with_unit

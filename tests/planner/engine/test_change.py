@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_osdp.core.axes import STATIONARY, Treatment, named
-from lightning_osdp.core.plans.plan import Block, Unit
+from lightning_osdp.core.plans.parts import Block, Unit
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.planner.engine import FLIPS, check_change
 from tests.plans import bare_plan, menu

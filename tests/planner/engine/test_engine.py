@@ -6,7 +6,8 @@ import pytest
 
 from lightning_osdp.core.axes import ALL_MODES, DP, RESIDENT, ZDP
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.parts import Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import partition

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.parts import Block, Unit
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.step import Workload
 from lightning_osdp.planner.scheduler import freeable_bytes, in_micro_batches, make_plan, with_less_memory

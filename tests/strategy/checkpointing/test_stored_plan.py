@@ -9,7 +9,7 @@ import torch
 
 from lightning_osdp import PlanFormatError
 from lightning_osdp.core.axes import named
-from lightning_osdp.core.plans.plan import Unit
+from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.strategy.checkpointing import entries
 from tests.plans import bare_plan
 

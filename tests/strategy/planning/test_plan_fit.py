@@ -10,7 +10,7 @@ import torch
 from lightning_osdp import ConfigurationError, SearchSpace
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.correction import Correction
-from lightning_osdp.core.plans.plan import Unit
+from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.strategy.checkpointing.entries import Resumed
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.plan_fit import _host_limit_bytes, _learned, _search_space

@@ -9,7 +9,7 @@ import torch
 
 from lightning_osdp import Cluster, Link, ModelProfile
 from lightning_osdp.core.axes import named
-from lightning_osdp.core.plans.plan import Unit
+from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.profile import Segment
 from lightning_osdp.strategy.planning import publish
 from tests.plans import bare_plan

@@ -16,7 +16,8 @@ from functools import cached_property
 from operator import attrgetter
 
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.plans.plan import Block, Plan
+from lightning_osdp.core.plans.parts import Block
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.planner.assign import Modes, Setting, as_far_as_fits, assignment_of
