@@ -8,17 +8,18 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
+from lightning_osdp.core.axes import KEEP
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.step import Step
-from lightning_osdp.planner.engine import Moment
-from lightning_osdp.planner.simulation import Interval, StepEstimate, planned_step, simulate
+from lightning_osdp.planner.engine import Moment, block_effects
+from lightning_osdp.planner.simulation import Interval, StepEstimate, planned_activations, planned_step, simulate
 
 STREAMS = ("compute", "communication", "copy")
 """Rows of the trace: what the device computes, the collectives, and copies to host memory and back."""
@@ -65,7 +66,8 @@ def chrome_trace(plan: Plan, profile: ModelProfile, cluster: Cluster) -> dict[st
     estimate = simulate(plan, profile, cluster)
     step, _ = planned_step(plan, profile, cluster)
     drawn = _Drawn.of(estimate, plan.num_micro_batches)
-    events = [*_named_rows(plan), *_slices(drawn, step), *_counters(drawn)]
+    again = _again(step, profile, planned_activations(plan, profile))
+    events = [*_named_rows(plan), *_slices(drawn, step, again), *_counters(drawn)]
     update_s = estimate.time_s - drawn.end_s
     if update_s > 0:
         events.append(_slice("optimizer step", STREAMS[0], drawn.end_s, estimate.time_s, {"phase": "optimizer step"}))
@@ -152,7 +154,7 @@ def _slice(name: str, stream: str, start_s: float, end_s: float, arguments: dict
     }
 
 
-def _slices(drawn: _Drawn, step: Step) -> Iterator[_Row]:
+def _slices(drawn: _Drawn, step: Step, again: Mapping[int, tuple[str, float]]) -> Iterator[_Row]:
     copied_s = _copied_s(step)
     for resource, (kind, of), micro_batch, start_s, end_s in drawn.intervals:
         arguments: dict[str, Any] = {"micro-batch": micro_batch}
@@ -167,6 +169,10 @@ def _slices(drawn: _Drawn, step: Step) -> Iterator[_Row]:
         # a block's copies follow its forward, and come before its backward
         begins, ends = (start_s, end_s - copy_s) if kind == "forward" else (start_s + copy_s, end_s)
         name = step.profile.segments[of].operator or "loss"
+        if kind == "backward" and of in again:
+            block, share = again[of]
+            from_s, begins = begins, begins + share * (ends - begins)
+            yield _slice(f"backward {block}: forward again", resource, from_s, begins, arguments)
         if ends > begins:
             yield _slice(f"{kind} {name}", resource, begins, ends, arguments)
         if copy_s:
@@ -181,6 +187,17 @@ def _copied_s(step: Step) -> dict[int, float]:
         copy_s = num_bytes.at(step.workload.micro_batch_size) * step.cluster.host_copy_s_per_byte
         seconds[last] = seconds.get(last, 0.0) + copy_s
     return seconds
+
+
+def _again(step: Step, profile: ModelProfile, activations: Mapping[str, str]) -> dict[int, tuple[str, float]]:
+    """Segment -> the block that ends with it, and the fraction of its backward in which the block runs again."""
+    found, samples = {}, step.workload.micro_batch_size
+    for block in profile.blocks:
+        again_s = block_effects(block, activations.get(block.name, KEEP)).rerun_s.at(samples)
+        if block.name in step.profile.rerun and again_s > 0:
+            _, last = step.profile.rerun[block.name].span
+            found[last] = block.name, min(1.0, again_s / step.profile.segments[last].backward_s.at(samples))
+    return found
 
 
 def _counters(drawn: _Drawn) -> Iterator[_Row]:

@@ -8,8 +8,9 @@ import pytest
 from torch._inductor.analysis.profile_analysis import JsonProfile
 from torch.profiler._trace_validator import validate_trace
 
-from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.plans.parts import Block
+from lightning_osdp.core.profile import Level
 from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.trace import STREAMS, chrome_trace
 
@@ -24,9 +25,14 @@ def offloading(plan):
     return dataclasses.replace(plan, blocks=(Block(name="h.1", treatment=Treatment(saves="offload")),))
 
 
+def recomputing(plan):
+    return dataclasses.replace(plan, blocks=(Block(name="h.2", treatment=Treatment(saves="recompute")),))
+
+
 CASES = {
     "one micro-batch": lambda planned: planned(),
     "offload": lambda planned: offloading(planned(1000)),
+    "recompute": lambda planned: recomputing(planned(1000)),
     "two micro-batches": lambda planned: planned(number=2),
     "three micro-batches": lambda planned: planned(number=3),
     "seven micro-batches": lambda planned: offloading(planned(1000, number=7)),
@@ -93,6 +99,26 @@ def test_copies_are_drawn_in_their_own_stream(planned, profile, ranks):
     assert [event["name"] for event in copies] == ["copy to host", "copy from host"] * 2
     assert [event["dur"] for event in copies] == [pytest.approx(1e6 * copy_s)] * 4
     assert of_stream(chrome_trace(planned(1000), profile, ranks), "copy") == []
+
+
+def test_what_runs_again_is_drawn_apart_from_backward(planned, profile, ranks):
+    first, second, *others = profile.blocks
+    at_level = dataclasses.replace(
+        second,
+        segments={**second.segments, LEVELS[0]: second.segments["recompute"]},
+        levels={LEVELS[0]: Level(kept=(0,), rerun_s=second.rerun_s * 0.5)},
+    )
+    plan, profile = planned(1000, number=2), dataclasses.replace(profile, blocks=(first, at_level, *others))
+    level = Block(name=second.name, treatment=Treatment(saves=LEVELS[0]), kept=(0,))
+    again = dataclasses.replace(plan, blocks=(level, *recomputing(plan).blocks))
+    events = of_stream(chrome_trace(again, profile, ranks), "compute")
+    names, durations = zip(*((each["name"], each["dur"]) for each in events if "again" in each["name"]), strict=True)
+    assert names == ("backward h.2: forward again", "backward h.1: forward again") * 2
+    assert durations == tuple(pytest.approx(each) for each in (8e3, 4e3) * 2)  # us of two samples
+    following = events[[each["name"] for each in events].index(names[0]) + 1]
+    assert (following["name"], following["dur"]) == ("backward h.2.mlp", pytest.approx(8e3))
+    kept = of_stream(chrome_trace(plan, profile, ranks), "compute")
+    assert not any("again" in each["name"] for each in kept)
 
 
 def test_each_micro_batch_has_every_forward_once(planned, profile, ranks):
