@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.report.difference import compare_plans
 
@@ -43,6 +43,16 @@ def test_sync_activations_and_prefetch_are_compared(plan):
     told = {decided.operators: (decided.before, decided.after) for decided in found.decisions}
     assert told == {("head",): ("DP", "DP, sync last"), ("h.3.attn", "h.3.mlp"): ("DP", "DP, recompute")}
     assert found.settings == {"backward_prefetch": ("pre", "none"), "forward_prefetch": (False, True)}
+
+
+def test_levels_of_one_number_that_keep_other_results_are_told_apart(plan):
+    levels = [
+        dataclasses.replace(plan, blocks=(Block(name="h.3", treatment=Treatment(saves=LEVELS[0]), kept=kept),))
+        for kept in ((0,), (0, 3))
+    ]
+    (decided,) = compare_plans(*levels).decisions
+    assert decided.operators == ("h.3.attn", "h.3.mlp")
+    assert (decided.before, decided.after) == ("DP, selective_1 of results 0", "DP, selective_1 of results 0, 3")
 
 
 def test_units_that_hold_other_operators_are_told(plan):
