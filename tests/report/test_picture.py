@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 import matplotlib as mpl
 import pytest
 
-from lightning_osdp.core.axes import Treatment, named
+from lightning_osdp.core.axes import LEVELS, Treatment, named
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.parts import Block, Unit
 from lightning_osdp.core.plans.plan import Plan
@@ -131,10 +131,11 @@ def test_slices_of_a_unit_are_stacked():
 
 
 def test_units_in_which_blocks_recompute_or_offload_are_hatched():
-    (recompute, _), (offload, _) = HATCHES["recompute"], HATCHES["offload"]
-    figure = draw_plan(RECOMPUTING)
-    assert [hatch or "" for *_, hatch in boxes(figure)] == ["", recompute, recompute + offload, ""]
-    assert told(figure)[3:] == ["blocks in it recompute", "blocks in it offload"]
+    recompute, in_part, offload = (HATCHES[each][0] for each in ("recompute", "selective", "offload"))
+    at_level = Block(name="head", treatment=Treatment(saves=LEVELS[0]), kept=(0,))
+    figure = draw_plan(dataclasses.replace(RECOMPUTING, blocks=(*RECOMPUTING.blocks, at_level)))
+    assert [hatch or "" for *_, hatch in boxes(figure)] == ["", recompute, recompute + offload, in_part]
+    assert told(figure)[3:] == ["blocks in it recompute", "blocks in it recompute in part", "blocks in it offload"]
     assert (
         "activations: wide recomputed in backward: 1.00 MiB fewer at the end of forward, 1.00 ms more a step"
         in words(figure)
