@@ -54,7 +54,7 @@ def communication_s(
 
 
 def collectives_s(
-    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> Mapping[Collective, float]:
     """Seconds of `communication_s` by collective, in the order of `COLLECTIVES`."""
     numbers = effects_of(mode).collectives(unit, num_micro_batches=workload.num_micro_batches)
