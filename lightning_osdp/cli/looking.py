@@ -100,7 +100,8 @@ def diff(before: str, after: str) -> Answer:
         before: path of a plan.
         after: path of another one.
     """
-    found = compare_plans(Plan.load(before), Plan.load(after))
+    plans = Plan.load(before), Plan.load(after)
+    found, notes = compare_plans(*plans), dict.fromkeys(note for plan in plans for note in plan.notes)
     rows = [
         (_label(name), *(_as_text(name, value) for value in pair), _change(*pair))
         for name, pair in found.numbers.items()
@@ -118,8 +119,9 @@ def diff(before: str, after: str) -> Answer:
             table({"operators": "left", "before": "left", "after": "left"}, decided)
             if decided
             else "All operators are treated alike.",
+            *(f"Note: {note}." for note in notes),
         ),
-        document=asdict(found),
+        document={**asdict(found), "notes": [*notes]},
     )
 
 

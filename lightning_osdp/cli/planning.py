@@ -94,7 +94,7 @@ def what_if_table(
     return Answer(
         text=lines(
             table(dict.fromkeys(headings, "right"), [_row(case) for case in cases]),
-            *([] if fits else [cases[-1].why_not]),
+            *([f"Note: {note}." for note in model.notes] if fits else [cases[-1].why_not]),
         ),
         document=[_document(case) for case in cases],
         fits=fits,
@@ -141,7 +141,7 @@ def _row(case: Case) -> tuple[str, ...]:
 
 def _document(case: Case) -> dict[str, object]:
     plan = case.plan
-    predicted = ("step_time_s", "samples_per_s", "peak_bytes", "predicted_gain")
+    predicted = ("step_time_s", "samples_per_s", "peak_bytes", "predicted_gain", "notes")
     return {
         **{name: value for name, value in vars(case).items() if name != "plan"},
         "fits": plan is not None,

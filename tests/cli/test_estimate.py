@@ -308,8 +308,18 @@ def test_what_is_written_is_what_other_commands_read(towers, answer, run):
     assert answer("show", "there/osdp_plan.json")["units"] == found["plan"]["units"]
     explained = ("explain", "blocks.1", "--plan", "there/osdp_plan.json", "--price", "false")
     assert answer(*explained)["others"]
-    for command in (("show", "there/osdp_plan.json"), explained, ("simulate", "--plan", "there/osdp_plan.json")):
-        assert any("unvalidated on CUDA" in note for note in answer(*command)["notes"])
+    plan, made_of = "there/osdp_plan.json", ("there/osdp_profile.json", "--cluster", "there/osdp_cluster.json")
+    for command in (
+        ("show", plan),
+        explained,
+        ("simulate", "--plan", plan),
+        ("diff", plan, plan),
+        ("plan", "--profile", *made_of),
+        ("what-if", "--profile", *made_of),
+    ):
+        document = answer(*command)
+        (notes,) = [each["notes"] for each in (document if isinstance(document, list) else [document])]
+        assert any("unvalidated on CUDA" in note for note in notes)
         assert "unvalidated on CUDA" in " ".join(run(*command)[1].split())
     code, _, err = run(*ARGUMENTS, *BY_HAND, "--out", "there")
     assert code == 2

@@ -72,3 +72,9 @@ def test_what_is_not_there_is_said(changes, lines):
     told = str(dataclasses.replace(PLAN, **changes)).splitlines()
     assert len(told) == 10
     assert lines <= set(told)
+
+
+def test_notes_follow():
+    *told, last = str(dataclasses.replace(PLAN, notes=("unvalidated on CUDA",))).splitlines()
+    assert told == str(PLAN).splitlines()
+    assert last == "note     unvalidated on CUDA"

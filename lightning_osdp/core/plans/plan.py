@@ -224,7 +224,7 @@ def workload_of(plan: Plan) -> Workload:
 
 
 def _summary(plan: Plan) -> str:
-    """Ten lines: ranks, decisions and predictions; `lightning-osdp show` prints the units, too."""
+    """Ten lines of ranks, decisions and predictions, and its notes; `lightning-osdp show` prints the units, too."""
     limit = format_bytes(plan.memory_limit_bytes)
     samples = plan.micro_batch_size * plan.num_micro_batches * plan.world_size
     if plan.step_time_s > 0:
@@ -252,7 +252,8 @@ def _summary(plan: Plan) -> str:
     ranks = "one rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     if plan.node_size is not None:
         ranks += f" in nodes of {plan.node_size}"
-    return "\n".join([f"OSDP plan for {ranks}", *(f"{name:9}{text}" for name, text in lines.items())])
+    told = [*lines.items(), *(("note", note) for note in plan.notes)]
+    return "\n".join([f"OSDP plan for {ranks}", *(f"{name:9}{text}" for name, text in told)])
 
 
 def _counted(names: Iterable[str]) -> str:
