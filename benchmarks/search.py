@@ -4,9 +4,9 @@
 
     python benchmarks/search.py
 
-Every problem is solved under several budgets and seeds, several times each. Of one problem the median counts, of a
-row the median and the largest of its problems, and the largest gap. Seconds are of the processor: other work on the
-machine counts little. Seeds are fixed: two runs differ in seconds only.
+Every problem is solved under several budgets and seeds, several times each. The median of one problem counts, and the
+median and the largest of a row's problems, and the largest gap. Seconds are of the processor: other work on the machine
+counts little. Seeds are fixed: two runs differ in seconds only.
 """
 
 from __future__ import annotations

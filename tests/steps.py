@@ -44,7 +44,7 @@ def numbers_of_all(costs, options):
 def filled_beside_all(found, assignments, limit_bytes, *, times_best=math.inf, **how):
     """Assigns and fills within a limit, which it keeps; None where the closed form of the peak allows nothing.
 
-    What comes is no faster than the best of all assignments that fit, and takes at most ``times_best`` as long.
+    The assignment is no faster than the best of all assignments that fit, and takes at most ``times_best`` as long.
     """
     assigned = assign_modes(found, memory_limit_bytes=limit_bytes, **how)
     if assigned is None:  # the closed form is a bound

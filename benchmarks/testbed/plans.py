@@ -75,7 +75,7 @@ def sent_bytes(plan: Plan) -> float:
 
     On N ranks in nodes of m, where a collective over all ranks goes round the ring, one rank of a node has its next one
     elsewhere: the node sends (N-1)/N of a unit's S bytes, as each rank does. In an all-reduce of S/m between nodes each
-    of its m ranks sends: 2 (1 - m/N) S together. Of S, with gradients reduced in the last of K micro-batches,
+    of its m ranks sends: 2 (1 - m/N) S together. Shares of S, with gradients reduced in the last of K micro-batches,
 
         ZDP   2 K + 1 over all ranks
         hpZ     K + 1

@@ -48,7 +48,7 @@ class TextDataModule(LightningDataModule):
     """Byte sequences for training and validation.
 
     Without ``path`` the text is the top level of the standard library: every n-th file is kept for
-    validation. Of a text file the end is kept.
+    validation. The end of a text file is kept.
 
     Args:
         path: A text file; the standard library's sources by default.

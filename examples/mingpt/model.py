@@ -176,8 +176,8 @@ class GPT(nn.Module):
         """Returns ``tokens`` continued by ``num_new_tokens`` sampled ones.
 
         Args:
-            tokens: (B, T) int64, the prompt, T at least 1. What exceeds ``sequence_length`` is not
-                seen by the model.
+            tokens: (B, T) int64, the prompt, T at least 1. The model does not
+                see what exceeds ``sequence_length``.
             num_new_tokens: How many tokens to append to each sequence.
             temperature: Divides the logits: below 1 safer text, above 1 wilder text.
             generator: Source of randomness; the global one by default.

@@ -115,7 +115,7 @@ def _rearranged(
 ) -> Any:
     """Gives containers with an entry for each parameter the entries of other parameters; anything else stays.
 
-    Such a container is a list in the order of parameters, or a dict by their numbers or names, in which a tensor has
+    A container is a list in the order of parameters, or a dict by their numbers or names, in which a tensor has
     the shape of its parameter. It may stand in other lists and dicts.
 
     Args:
@@ -228,8 +228,8 @@ def load_optimizer(
 ) -> None:
     """Loads state of one optimizer of the module's sharded parameters; all ranks must call it.
 
-    The state is by name, or by index as a plain optimizer has it, for whole operators; whole or in shards. That of what
-    ``host`` holds stays on the host.
+    The state is by name, or by index as a plain optimizer has it, for whole operators; whole or in shards. States that
+    ``host`` holds stay on the host.
 
     Raises:
         ConfigurationError: the optimizer is not one of this module's parameters.

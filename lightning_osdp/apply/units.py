@@ -244,8 +244,8 @@ def shard(
 def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, reached: Sequence[str]) -> None:
     """Sets which unit each unit all-gathers ahead: the next one that is not resident.
 
-    torch itself takes the order of the last forward. That one may have been an evaluation, and it has units that no
-    backward comes to.
+    torch itself takes the order of the last forward. The last one may have been an evaluation, and it has units
+    that no backward comes to.
 
     Args:
         units: root first, then in the order in which forward enters them.

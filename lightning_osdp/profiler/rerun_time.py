@@ -54,7 +54,7 @@ class Again(NamedTuple):
     shares: tuple[float, ...]
     """Fractions of the forward seconds of each segment of the block that running again takes."""
     results: tuple[HeavyResult, ...]
-    """By position: the first heavy operations of the block. Those behind its last saved tensor do not run again."""
+    """By position: the first heavy operations of the block. Others, behind its last saved tensor, do not run again."""
     num_operations: int
     """Operations of a forward of the block."""
 

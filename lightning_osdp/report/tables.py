@@ -97,8 +97,8 @@ def comparison_table(
     """Table of what the plan predicted beside what was measured, and their ratio.
 
     Numbers that are None were not measured, for ``why_not``. The peak is of the steps ``peak_steps``, and
-    ``other_bytes`` are of tensors beside it that are in no plan; ``more`` has further measurements by title. What was
-    predicted stands there as a race has corrected it, too, if there was one that could.
+    ``other_bytes`` are of tensors beside it that are in no plan; ``more`` has further measurements by title.
+    Predictions stand there as a race has corrected them, too, if there was one that could.
     """
     lines: list[tuple[str, float, float | None, Callable[[float], str]]] = [
         ("step time", plan.step_time_s, step_time_s, format_seconds),

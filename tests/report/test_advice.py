@@ -245,7 +245,7 @@ def test_blocks_that_were_chosen_to_recompute_keep_with_a_larger_limit(build, ra
 def exchanging(profile, *names, num_bytes=4.0):
     """Lets operators move activations of so many bytes for a sample.
 
-    Of 4 bytes, exchanges are of 8 bytes of inputs, 4 of outputs, 4 and 8 of gradients, and two of 16 bytes of numbers
+    With 4 bytes, exchanges are of 8 bytes of inputs, 4 of outputs, 4 and 8 of gradients, and two of 16 bytes of numbers
     of rows: 0.04 + 0.02 + 0.02 + 0.04 + 2 * 0.08 = 0.28 s.
     """
     given = Affine(0.0, num_bytes)

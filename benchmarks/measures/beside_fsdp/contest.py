@@ -248,7 +248,7 @@ def _ratio_if_free(row: Row, entrant: Row, over: str) -> float | None:
 def gain(row: Row, entrant: Row, over: str, of: str = "measured_s") -> float | None:
     """Fraction of what another's steps would be shorter by, if they ran nothing again, by which the entrant's are.
 
-    What running nothing again would save is predicted. None where it would save less than 1%. Arguments are those of
+    The saving of running nothing again is predicted. None where it would be less than 1%. Arguments are those of
     `ratio`.
     """
     found, other = ratio(row, entrant, over, of), named(row, over, entrant["limit"])

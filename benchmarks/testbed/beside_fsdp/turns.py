@@ -28,8 +28,8 @@ class TakenStep(NamedTuple):
 def fits_in_turns(fits: Mapping[str, Callable[[Turns], None]], *, num_rounds: int) -> dict[str, list[TakenStep]]:
     """Optimizer steps of each fit, taken A B C B C A. Call it on all ranks of the default process group.
 
-    Each fit runs in a thread of its own, of which one runs at a time. Ranks begin every step together. What counts
-    is the step of the Trainer's loop, from its batch to its end: without loading, and without what comes before a fit
+    Each fit runs in a thread of its own, of which one runs at a time. Ranks begin every step together. The step
+    of the Trainer's loop counts, from its batch to its end: without loading, and without what comes before a fit
     and after it.
 
     Args:

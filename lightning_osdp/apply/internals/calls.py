@@ -1,8 +1,8 @@
 """Calls of the modules of units: torch's hooks around them, where these have something to do.
 
 Torch runs its hooks at each module of a unit, and wraps them anew at each call, so that dynamo leaves them alone. Most
-find nothing to do: the others have entered the unit, or its weights are resident. What they would do beside casting is
-to note that the unit is in use, have backward end the unit where it comes to the unit's inputs, and gather the next
+find nothing to do: the others have entered the unit, or its weights are resident. Beside casting they would
+note that the unit is in use, have backward end the unit where it comes to the unit's inputs, and gather the next
 unit ahead.
 """
 

@@ -64,7 +64,7 @@ def _pre_forward(group: Any, pre_forward: Callable[..., Any], module: nn.Module,
 def gather_after(context: Any) -> None:
     """Makes all-gathers wait for all work that the device was given so far.
 
-    That work writes shards, or reads memory that is freed now. All-gathers run on streams of their own, and torch makes
+    This work writes shards, or reads memory that is freed now. All-gathers run on streams of their own, and torch makes
     these wait for other streams only where a forward of the root begins.
     """
     current = context.device_handle.current_stream()

@@ -87,7 +87,7 @@ def _as_simulated(first: Assignment, memory_limit_bytes: int, search: str, worth
     """The fastest assignment found that fits as simulated, of those that fill less and less memory by the closed form.
 
     Where states may be on the host, the closed form leaves out temporaries of updates on the device. ``first`` fits by
-    the closed form. What exceeds is left out next, or half of what is open.
+    the closed form. Bytes beyond the limit are left out next, or half of those that are open.
     """
     setting, costs = first.setting, first.setting.costs
     excess = costs.exact_peak_bytes(first.modes) - memory_limit_bytes

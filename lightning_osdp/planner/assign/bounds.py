@@ -69,10 +69,10 @@ class LeastSeconds:
     """Seconds that an optimizer step takes at least, whatever is a unit and what blocks do with what they save.
 
     At the end of forward all that is saved is alive, beside shards of weights and of optimizer states, and what units
-    keep. What does not fit then has to be gathered again, made again or copied, and the more the more samples there
-    are. The seconds of that are bounded by a linear relaxation over units, blocks and their choices (`search.bound`).
-    Collectives count where nothing overlaps, without what it may save to share units. Where activations may move, what
-    is saved is another matter: all of it is taken to fit.
+    keep. Weights and results that do not fit have to be gathered again, made again or copied, and the more the more
+    samples there are. The seconds of that are bounded by a linear relaxation over units, blocks and their choices
+    (`search.bound`). Collectives count where nothing overlaps, without what it may save to share units. Where
+    activations may move, what is saved is another matter: all of it is taken to fit.
 
     Args:
         setting: with a unit for each operator, and blocks that are still to choose for.

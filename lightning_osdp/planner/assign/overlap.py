@@ -46,7 +46,7 @@ def solve_overlapped(
 ) -> Solved:
     """Fastest modes found where the cluster overlaps; modes that cannot be faster than ``worth_s`` are not improved.
 
-    What was found ``before`` with more room is where the search goes on; its bound holds with less room, too.
+    The search goes on from modes found ``before`` with more room; their bound holds with less room, too.
     """
     incumbent = _Incumbent(setting, rooms)
     if before is None:

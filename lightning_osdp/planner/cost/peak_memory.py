@@ -27,8 +27,8 @@ are on the device. Temporaries of their update are left out.
 Where a unit is a block that may recompute or offload, it saves A_u bytes beyond the fewest that it may save, from where
 forward has left it to where backward comes back: they count as x_u P_u does. floor_k is then the largest moment of
 any choice, without its A_u, and with what any two of the blocks may have in flight to the host. A block that is
-gathered ahead is not freed: while the next one runs backward, it counts as if it made that one's choice. What it saves
-beyond that is left out.
+gathered ahead is not freed: while the next one runs backward, it counts as if it made that one's choice, and bytes
+that it saves beyond that are left out.
 
 A unit that moves activations holds what its operators save beyond the rest, E_u, from forward to backward, as x_u P_u.
 Tensors that it holds while it runs are left out. floor_k has the weights that it would gather, except where it is known

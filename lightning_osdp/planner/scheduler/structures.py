@@ -68,7 +68,7 @@ class Bound(NamedTuple):
     def with_followers_s(self) -> float:
         """Seconds that plans do not go below that follow from the setting, with the setting itself.
 
-        Those with its units shared save no more than being apart takes; others are taken to save `WORTH_TRYING`.
+        Structures with its units shared save no more than being apart takes; others are taken to save `WORTH_TRYING`.
         """
         if not self.has_followers:
             return self.seconds

@@ -6,7 +6,7 @@ mixture lie on a line between the levels, and on the lower convex hull of all se
 falling seconds per byte (Dantzig's relaxation), besides keeping nothing and keeping all that backward needs.
 
 A few of these corners are enough: each next level is the one that lies farthest below the lines between those before.
-What is then still below is the bound on what more levels would save.
+The largest distance that is left bounds what more levels would save.
 
 References:
     Dantzig, "Discrete-variable extremum problems", Operations Research 5 (1957).

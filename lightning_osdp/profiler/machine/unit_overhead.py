@@ -51,7 +51,7 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str
     On CPU, where collectives run beside computing, a step does not wait for peers each time, as these chains do. The
     overhead is then the seconds for which the thread has a core, times what computing of all ranks takes over its own.
 
-    What a resident unit takes is not measured, but stated in calls.
+    The overhead of a resident unit is not measured, but stated in calls.
     """
     kinds = (_SMALL, _ONE), (_large_width(cluster), _ONE), (_SMALL, _SEVERAL)
     measured = [(_num_bytes(*kind), _measured_s(*kind, cluster, device)) for kind in kinds]

@@ -173,7 +173,7 @@ class _Follower:
     def note_crossings(self) -> None:
         """Lists for each segment, when forward is over, the tensors that it saves and blocks get or return.
 
-        The first segment that saves a tensor is counted for its bytes. That segment depends on the activations of each
+        The first segment that saves a tensor is counted for its bytes. The segment depends on the activations of each
         block: a step in which all blocks make one choice does not show it for steps in which choices differ.
         """
         saved: dict[int, list[Saved]] = {}
@@ -411,8 +411,8 @@ def saving_less(
 ) -> Iterator[None]:
     """Has blocks recompute or offload what they save, in steps whose values do not matter.
 
-    To ``offload``, tensors must be fake: a tensor that is moved away comes back as an empty one of its shape. What
-    lives throughout is not moved. Blocks that ``recompute`` keep the results at these positions, by block.
+    To ``offload``, tensors must be fake: a tensor that is moved away comes back as an empty one of its shape. Tensors
+    that live throughout are not moved. Blocks that ``recompute`` keep the results at these positions, by block.
     """
     with ExitStack() as cleanup:
         for name, span in blocks.items() if choice != "keep" else ():

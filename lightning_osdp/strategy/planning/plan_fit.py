@@ -206,8 +206,7 @@ def plan_fit(
 ) -> Choice:
     """Plans a fit: all ranks profile, rank 0 plans for all.
 
-    What the plan of the checkpoint, or the ``previous`` one of the strategy, has learned in races corrects profile and
-    cluster.
+    Races of the checkpoint's plan, or of the ``previous`` one of the strategy, have corrected profile and cluster.
 
     Raises:
         OSDPError: a rank cannot profile, or no plan fits; raised on all ranks.

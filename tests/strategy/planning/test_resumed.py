@@ -1,6 +1,6 @@
 """A run that is resumed goes on in the micro-batches of its checkpoint, under a plan for them that keeps its limit.
 
-That is the checkpoint's own, as long as it is what would be planned for.
+It is the checkpoint's own, as long as it is what would be planned for.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Units of one mode that follow each other made one unit of several modules, where that is faster and still fits.
 
-One all-gather takes the place of two, and the unit stays gathered from the first call of its modules to the last. Of
-trained units those follow each other that have frozen ones between them alone, as adapters have.
+One all-gather takes the place of two, and the unit stays gathered from the first call of its modules to the last.
+Trained units follow each other, too, where only frozen ones are between them, as between adapters.
 Equal pairs of units are joined together, and pairs of pairs after that, so that equal blocks are treated alike.
 
 As in `share`, this is outside the space that the certified gap is about: it can only make a plan faster.
