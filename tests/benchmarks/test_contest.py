@@ -24,6 +24,7 @@ HEADLINE, NODES = CONTESTS["headline"]["one"], CONTESTS["nodes"]["one"]
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two to four minutes on two cores with nothing else to do
 @pytest.mark.parametrize("name", CONTESTS)
 def test_all_that_fit_take_part(name, tmp_path, capsys):
     output = tmp_path / "results.json"

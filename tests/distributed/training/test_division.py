@@ -414,6 +414,7 @@ def test_micro_batches_stay_where_others_would_train_differently(ranks):
         "keep": ({4}, 2),
     }
     said = {name: texts[0].removeprefix("OSDP: micro-batches stay ") for name, (_, _, texts) in found.items() if texts}
+    assert said.pop("limit").startswith("4 x 2: sizes[0] is another after a batch than after its halves. ")
     assert said == {
         "norm": "4 x 2: norm normalises over the samples of a micro-batch.",
         "frequency": "4 x 2: a learning-rate schedule with frequency 2 counts micro-batches.",
