@@ -253,7 +253,7 @@ def _modes(case: Case, units: Sequence[UnitProfile]) -> list[Treatment]:
 def _modes_of_slices(case: Case, unit: UnitProfile, mode: Treatment) -> tuple[str, ...]:
     """The unit's mode, or one for each slice of its operator where it is split."""
     cuts = [operator.cut for operator in unit.operators if operator.cut is not None and operator.name == unit.name]
-    if case.most_slices == 1 or len(unit.operators) != 1 or not cuts:
+    if case.most_slices == 1 or case.activations == "levels" or len(unit.operators) != 1 or not cuts:
         return (mode.name,)
     draw = random.Random(f"{case.family} {case.seed} {unit.name} slices")
     number = min(draw.randint(1, case.most_slices), cuts[0].num_features)

@@ -121,3 +121,15 @@ def check_blocks(blocks: tuple[Block, ...], source: str) -> None:
         around = {".".join(parts[:length]) for length in range(1, len(parts))}
         if not block.name or around & names:
             raise PlanFormatError(f"Expected no block of {source} inside another, and not the root, got {where}.")
+
+
+def check_levels(units: tuple[Unit, ...], blocks: tuple[Block, ...], source: str) -> None:
+    """Refuses levels of blocks with slices inside: slices are heavy operations of their own, and shift the others."""
+    split = [unit.name for unit in units if unit.num_slices > 1]
+    for block in blocks:
+        inside = [name for name in split if block.kept and name.startswith(f"{block.name}.")]
+        if inside:
+            raise PlanFormatError(
+                f"Expected block {block.name!r} of {source} to recompute everything, or no operator inside to be in"
+                f" slices, got {block.activations!r} and slices of {inside[0]!r}."
+            )

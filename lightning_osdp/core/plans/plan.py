@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_osdp.core.axes import NAMED_MODES
 from lightning_osdp.core.correction import Correction
-from lightning_osdp.core.plans.checks import check_blocks, check_choice, check_units, from_schema_3
+from lightning_osdp.core.plans.checks import check_blocks, check_choice, check_levels, check_units, from_schema_3
 from lightning_osdp.core.plans.document import as_json, read_value, shown, write_whole
 from lightning_osdp.core.plans.parts import Block, Decision, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -276,6 +276,7 @@ def _read(document: object, source: str) -> Plan:
     check_units(plan.units, source)
     check_blocks(plan.blocks, source)
     check_blocks((*(block for block in plan.blocks if not block.kept), *plan.recomputable), source)
+    check_levels(plan.units, plan.blocks, source)
     for name in ("world_size", "micro_batch_size", "num_micro_batches", "memory_limit_bytes"):
         if getattr(plan, name) < 1:
             raise PlanFormatError(f"Expected {name!r} of {source} to be at least 1, got {getattr(plan, name)!r}.")

@@ -261,11 +261,18 @@ def inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
 
 
 def slices_inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
-    """Blocks that save less as in the fastest assignment found, or all blocks, with some of the operators split."""
+    """Blocks that save less as in the fastest assignment found, or all blocks, with some of the operators split.
+
+    Blocks at levels recompute everything: levels count the operations of whole operators.
+    """
     setting = attempt.base
-    every = _all_alike(attempt, setting)
-    found = _found_blocks(attempt)[:1]
-    for chosen in (*found, *(each for each in every if each not in found)):
+    every, levels = _all_alike(attempt, setting), {*LEVELS}
+    found = [
+        {name: "recompute" if saves in levels else saves for name, saves in chosen.items()}
+        for chosen in _found_blocks(attempt)[:1]
+        if "recompute" in attempt.space.saves or levels.isdisjoint(chosen.values())
+    ]
+    for chosen in (*found, *(each for each in every if each not in found and levels.isdisjoint(each.values()))):
         yield from _split(attempt, setting.with_blocks(chosen))
 
 

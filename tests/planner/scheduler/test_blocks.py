@@ -332,6 +332,17 @@ def test_results_are_kept_in_order_and_at_levels_only(at_levels, saves, kept):
         Plan.from_json(plan_of_it.to_json())
 
 
+def test_blocks_at_levels_have_no_slices_inside(at_levels):
+    name = next(block.name for block in at_levels.blocks if block.kept)
+    inside = next(unit for unit in at_levels.units if unit.name.startswith(f"{name}."))
+    slices = dataclasses.replace(inside, treatments=inside.treatments * 2)
+    units = tuple(slices if unit is inside else unit for unit in at_levels.units)
+    with pytest.raises(
+        PlanFormatError, match=f"'{name}' .* to recompute everything, or no operator inside to be in slices"
+    ):
+        Plan.from_json(dataclasses.replace(at_levels, units=units).to_json())
+
+
 def test_where_memory_is_short_blocks_at_levels_recompute_everything(deep, cluster, at_levels):
     ranks = cluster(2, seconds_per_byte=0.01)
     level = next(block for block in at_levels.blocks if block.kept)
