@@ -67,7 +67,9 @@ def _default_group(backend: str, world_size: int, options: Any = None) -> Iterat
     try:
         with (
             mock.patch.object(sharded, "try_optimizer"),
-            mock.patch.object(agreement.Agreement, "numbers_of_ranks", lambda *given: [given[-1]] * world_size),
+            mock.patch.object(
+                agreement.Agreement, "numbers_of_ranks", lambda _, unit, number, begun=0: [number] * world_size
+            ),
         ):
             yield
     finally:
