@@ -190,6 +190,13 @@ def test_the_program_of_the_quick_start_trains_and_has_units_of_both_modes(tmp_p
     assert "step time" in measured
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/plans.md"])
+def test_the_demo_is_shown_under_its_limit(page):
+    config = (ROOT / "examples/mingpt/configs/osdp_cpu.yaml").read_text(encoding="utf-8")
+    (limit,) = re.findall(r"memory_limit: (\d+)MiB", config)
+    assert re.search(rf"^peak memory .* of {limit}\.0 MiB ", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+
+
 BEGINS_WITHOUT_A_NOUN = re.compile(r"(?:\A\s*|[.!?]\s+)(Of|Such|That|The same|Those|What|Whether)\b")
 """A docstring's first sentence, or a later one."""
 
