@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from lightning_osdp.core.axes import ALL_MODES, MODES, modes_of
-from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
+from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Contention, Link, UnitOverhead
 from lightning_osdp.core.units import partition
 from lightning_osdp.planner.assign import Setting
 from lightning_osdp.planner.cost import Workload
@@ -39,6 +39,7 @@ def overlapped(draw, most=7):
         reduce_scatter=draw(link),
         unit_overhead=draw(st.fixed_dictionaries(dict.fromkeys(UNIT_PARTS, overhead)) | st.just({})),
         overlaps=True,
+        contention=draw(st.sampled_from([Contention(), Contention(), Contention(computing=1.25, collectives=1.5)])),
     )
     return operators, {
         "modes": draw(st.sampled_from([ALL_MODES, modes_of((*MODES, "resident"))])),

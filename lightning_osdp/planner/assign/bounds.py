@@ -58,7 +58,7 @@ def bound_later_s(setting: Setting, bound_s: float, *, micro_batch_size: int) ->
     later = setting.at(micro_batch_size)
     if setting.overlaps:
         return max(bound_s, Paths(later).least_s())
-    return bound_s + later.costs.compute_s - setting.costs.compute_s
+    return bound_s + (later.costs.compute_s - setting.costs.compute_s)
 
 
 _Ways: TypeAlias = tuple[tuple[Affine, Affine], ...]

@@ -30,6 +30,15 @@ means of the path of all collectives and that of all computing are bounds, too. 
 cannot hide of each gather of forward and of each reduce-scatter. A gather runs beside the computing of units alone that
 are gathered themselves, for an exchange that is issued after it runs after it, and computing waits for that. A
 reduce-scatter is over when the next unit is reduced.
+
+Where collectives slow computing down by a, and computing slows them down by b (`Contention`), a collective of s seconds
+runs for some u seconds beside computing and for s - u / b alone. Computing takes u (1 - 1 / a) longer for the first,
+and does nothing for the second, so that
+
+    T(x)  >=  K computing  +  min(1, b (1 - 1 / a)) (all collectives)  +  optimizer
+
+On nodes these are reduce-scatters over all ranks alone: a gather that begins before it is issued is not known to slow
+computing that a collective inside of the nodes has slowed already.
 """
 
 from __future__ import annotations
@@ -190,7 +199,7 @@ class Paths:
     def least_s(self) -> float:
         """Seconds of a step that no modes go below, as if memory were no concern."""
         direct_s = max(self._direct_s(self._options)) + self._optimizer_s
-        return direct_s if self._mean is None else max(direct_s, self._mean.fastest_s)
+        return max([direct_s, *(each.fastest_s for each in self.means)])
 
     @cached_property
     def _mean(self) -> Additive | None:
@@ -267,10 +276,30 @@ class Paths:
                 beside_s[reduced] += self._most_overhead_s(of)
         return beside_s
 
+    @cached_property
+    def _contended(self) -> Additive | None:
+        """Seconds of all computing, and what collectives add to them; None where they do not slow computing down."""
+        cluster = self._setting.cluster
+        slowed = min(1.0, cluster.contention.collectives * (1 - 1 / cluster.contention.computing))
+        if slowed == 0:
+            return None
+        collectives, computing = self.at(Path(0, ())), self.at(Path(len(self._constants_s) - 1, ()))
+
+        def sent_s(unit: int, mode: Treatment) -> float:
+            if cluster.has_nodes:
+                return self._all_reduces_s(unit, mode)
+            return collectives.times_s[unit][mode] - self._update_s(unit, mode) - self._exchanges_s(unit, mode)
+
+        times_s = [
+            {mode: seconds + slowed * sent_s(unit, mode) for mode, seconds in of_unit.items()}
+            for unit, of_unit in enumerate(computing.times_s)
+        ]
+        return dataclasses.replace(computing, times_s=times_s)
+
     @property
     def means(self) -> Sequence[Additive]:
         """Seconds of weighted paths, which no modes go below."""
-        return () if self._mean is None else (self._mean,)
+        return tuple(each for each in (self._mean, self._contended) if each is not None)
 
     def _direct_s(self, options: Sequence[Sequence[Treatment]]) -> list[float]:
         """Seconds of a step's path without detours, for each turn: of each unit the least of its options."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.axes import DP, ZDP
-from lightning_osdp.core.cluster import UnitOverhead
+from lightning_osdp.core.cluster import Link, Links, UnitOverhead
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.units import partition
 from lightning_osdp.planner.assign import Setting, assign_modes, bound_later_s, solve
@@ -20,6 +20,9 @@ from lightning_osdp.planner.scheduler.planned import plan_of
 from tests.overlapped import SHARES, made, overlapped
 from tests.plans import keeping
 from tests.tiers import examples
+
+LINKS = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), Link(latency_s=0.1, seconds_per_byte=0.01))
+NODES = {"world_size": 8, "node_size": 2, "within_node": Links(**LINKS), "between_nodes": Links(**LINKS)}
 
 
 def fitting(found, share):
@@ -45,14 +48,17 @@ def test_modes_fit_and_no_modes_that_fit_are_faster_than_the_bound(model, operat
 
 @pytest.mark.slow
 @examples(150)
-@given(case=overlapped())
-def test_every_path_is_a_bound_on_all_modes_and_the_least_one_too(model, operator, case):
+@given(case=overlapped(), has_nodes=st.booleans())
+def test_every_path_is_a_bound_on_all_modes_and_the_least_one_too(model, operator, case, has_nodes):
     found = made(model, operator, case)
+    if has_nodes:
+        found = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, **NODES))
     paths = Paths(found)
     every = list(itertools.product(*found.costs.menus))
+    every = every[:: max(1, len(every) // 500)]
     for modes in every[:: max(1, len(every) // 8)]:
-        path = paths.at(paths.longest(modes))
-        assert all(path.time_s(others) <= found.costs.step_time_s(others) * (1 + 1e-9) for others in every)
+        for bound in (paths.at(paths.longest(modes)), *paths.means):
+            assert all(bound.time_s(others) <= found.costs.step_time_s(others) * (1 + 1e-9) for others in every)
         assert paths.least_s() <= found.costs.step_time_s(modes) * (1 + 1e-9)
 
 

@@ -78,7 +78,7 @@ FACTORS = st.builds(
 def both(model, operator, case, choices, contention, **nodes):
     """The step without contention, and with it."""
     found = made(model, operator, case)
-    found = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, **nodes))
+    found = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, contention=Contention(), **nodes))
     modes = [DP if unit.is_root else mode for unit, mode in zip(found.units, choices, strict=False)]
     slowed = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, contention=contention))
     return [(each, modes, simulate_step(each, modes, engine=each.engine)) for each in (found, slowed)]
