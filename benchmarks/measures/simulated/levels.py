@@ -22,6 +22,8 @@ SPACES = {
 }
 BY_HAND = ("none", "every second block", "full", "by operation")
 """Checkpointing of `published.Case`: a unit for each block, resharded after forward but for the last."""
+_APART = ("waiting", "contention", "overhead")
+"""Parts of a step that the roofline leaves out."""
 _OF_ROOFLINE, _AS_GOOD = 0.8, 0.999
 _CLAIMED = 1.005
 """Most that levels may be said to gain where links bind."""
@@ -75,6 +77,8 @@ def measure(case: Case) -> dict[str, Any]:
         found[name] = {
             "step_s": step.time_s,
             "waiting_s": step.exposed_communication_s,
+            "contention_s": step.contention_s,
+            "overhead_s": step.overhead_s,
             "peak_bytes": plan.peak_bytes,
             "blocks": _told(plan),
             "gap": plan.gap,
@@ -105,7 +109,7 @@ def _told(plan: Plan) -> str:
 def table(rows: Sequence[Row]) -> Table:
     """One line for each that fits."""
     drawn = Table("model", "machine", "tokens", "who", title="Simulated: one sample on each GPU")
-    for column in ("step", "OSDP over it", "roofline", "waiting", "gap", "peak"):
+    for column in ("step", "OSDP over it", "roofline", *_APART, "gap", "peak"):
         drawn.add_column(column, justify="right")
     drawn.add_column("blocks")
     for row in rows:
@@ -120,7 +124,7 @@ def table(rows: Sequence[Row]) -> Table:
                 format_seconds(each["step_s"]),
                 "" if gained is None else f"{gained:.3f}",
                 f"{case['roofline']:.3f}" if name == WHOLE else "",
-                f"{each['waiting_s'] / each['step_s']:.1%}" if "waiting_s" in each else "",
+                *(f"{each[f'{part}_s'] / each['step_s']:.1%}" if f"{part}_s" in each else "" for part in _APART),
                 f"{each['gap']:.1%}" if "gap" in each else "",
                 format_bytes(each["peak_bytes"]),
                 each.get("blocks", ""),
