@@ -20,7 +20,7 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planner.assign import applicable
 from lightning_osdp.planner.engine import effects_of, engine_of
 from lightning_osdp.planner.simulation import planned_activations, planned_step, simulate
-from lightning_osdp.report.sentences import is_inside, name_treatment
+from lightning_osdp.report.sentences import is_inside, name_saves, name_treatment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +104,10 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
         others = tuple(each for each in plan.blocks if each.name != block)
         treatment = Treatment(saves=choice)
         kept = blocks[0].levels[choice].kept if blocks and choice in blocks[0].levels else ()
-        chosen = (*others, Block(name=block, treatment=treatment, kept=kept)) if treatment else others
+        own = Block(name=block, treatment=treatment, kept=kept)
+        chosen = (*others, own) if treatment else others
         estimate = simulate(replace(plan, units=units, blocks=chosen), profile, cluster)
-        words = [*name_treatment(changed).split("\n"), choice]
+        words = [*name_treatment(changed).split("\n"), name_saves(own)]
         return Alternative(
             name=", ".join(words if treatment else words[:-1]),
             modes=changed.modes,

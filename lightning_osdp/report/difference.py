@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.report.sentences import is_inside, name_treatment
+from lightning_osdp.report.sentences import is_inside, name_saves, name_treatment
 
 NOT_THERE = "not there"
 NUMBERS = (
@@ -86,14 +85,9 @@ def _treatments(plan: Plan) -> dict[str, tuple[str, tuple[str, ...]]]:
     for unit in plan.units:
         treatment = name_treatment(unit).replace("\n", ", ") if unit.name else "root"
         for operator in unit.operators:
-            blocks = [_saves(block) for block in plan.blocks if is_inside(operator, [block.name])]
+            blocks = [name_saves(block) for block in plan.blocks if is_inside(operator, [block.name])]
             found[operator] = (", ".join([treatment, *blocks]), unit.operators)
     return found
-
-
-def _saves(block: Block) -> str:
-    """``selective_1 of results 0, 1, 3``: levels of one number keep other results in another plan."""
-    return block.activations + (f" of results {', '.join(map(str, block.kept))}" if block.kept else "")
 
 
 def _with_unit(treatment: str, operators: tuple[str, ...]) -> str:

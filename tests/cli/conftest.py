@@ -8,10 +8,11 @@ import pytest
 
 from lightning_osdp.cli import main
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import LEVELS
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.plans.search_space import SearchSpace
-from lightning_osdp.core.profile import BlockProfile, OperatorProfile, OptimizerProfile
+from lightning_osdp.core.profile import BlockProfile, Level, OperatorProfile, OptimizerProfile
 from lightning_osdp.planner.scheduler import make_plan
 
 MIB = 2**20
@@ -53,6 +54,20 @@ def _block(stated, name):
     }
     copied = {"offload": Affine(0.0, 2.0 * MIB)}
     return BlockProfile(name=name, span=(first, last), segments=ways, rerun_s=Affine(0.0, 4e-3), copied_bytes=copied)
+
+
+@pytest.fixture(scope="session")
+def at_levels(profile):
+    """The profile, whose blocks may also keep a result without which half of their forward runs again."""
+    blocks = tuple(
+        dataclasses.replace(
+            block,
+            segments={**block.segments, LEVELS[0]: block.segments["recompute"]},
+            levels={LEVELS[0]: Level(kept=(0,), rerun_s=block.rerun_s * 0.5)},
+        )
+        for block in profile.blocks
+    )
+    return dataclasses.replace(profile, blocks=blocks)
 
 
 @pytest.fixture(scope="session")

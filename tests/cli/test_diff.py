@@ -52,7 +52,8 @@ def test_levels_of_one_number_that_keep_other_results_are_told_apart(plan):
     ]
     (decided,) = compare_plans(*levels).decisions
     assert decided.operators == ("h.3.attn", "h.3.mlp")
-    assert (decided.before, decided.after) == ("DP, selective_1 of results 0", "DP, selective_1 of results 0, 3")
+    told = tuple(f"DP, selective_1 (keeps results {results})" for results in ("0", "0, 3"))
+    assert (decided.before, decided.after) == told
 
 
 def test_units_that_hold_other_operators_are_told(plan):

@@ -3,7 +3,7 @@ from itertools import product
 
 import pytest
 
-from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -97,6 +97,14 @@ def test_offloading_is_an_alternative_where_the_plan_offloads(planned, profile, 
         for each in (plan, offloading)
     ]
     assert activations == [{"keep", "recompute"}, {"keep", "recompute", "offload"}]
+
+
+def test_levels_are_alternatives_and_say_what_they_keep(planned, at_levels, ranks):
+    plan = planned(1000)
+    level = Block(name="h.1", treatment=Treatment(saves=LEVELS[0]), kept=(0,))
+    ways = find_alternatives(dataclasses.replace(plan, blocks=(level,)), at_levels, ranks, "h.1.mlp")
+    assert ways.planned.name.endswith(", selective_1 (keeps results 0)")
+    assert {each.activations for each in ways.others} == {"keep", "recompute", LEVELS[0]}
 
 
 def test_of_the_root_and_of_one_rank_there_is_nothing_to_choose(planned, profile, ranks):

@@ -10,7 +10,6 @@ from torch.profiler._trace_validator import validate_trace
 
 from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.plans.parts import Block
-from lightning_osdp.core.profile import Level
 from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.trace import STREAMS, chrome_trace
 
@@ -101,15 +100,9 @@ def test_copies_are_drawn_in_their_own_stream(planned, profile, ranks):
     assert of_stream(chrome_trace(planned(1000), profile, ranks), "copy") == []
 
 
-def test_what_runs_again_is_drawn_apart_from_backward(planned, profile, ranks):
-    first, second, *others = profile.blocks
-    at_level = dataclasses.replace(
-        second,
-        segments={**second.segments, LEVELS[0]: second.segments["recompute"]},
-        levels={LEVELS[0]: Level(kept=(0,), rerun_s=second.rerun_s * 0.5)},
-    )
-    plan, profile = planned(1000, number=2), dataclasses.replace(profile, blocks=(first, at_level, *others))
-    level = Block(name=second.name, treatment=Treatment(saves=LEVELS[0]), kept=(0,))
+def test_what_runs_again_is_drawn_apart_from_backward(planned, at_levels, ranks):
+    plan, profile = planned(1000, number=2), at_levels
+    level = Block(name="h.1", treatment=Treatment(saves=LEVELS[0]), kept=(0,))
     again = dataclasses.replace(plan, blocks=(level, *recomputing(plan).blocks))
     events = of_stream(chrome_trace(again, profile, ranks), "compute")
     names, durations = zip(*((each["name"], each["dur"]) for each in events if "again" in each["name"]), strict=True)
