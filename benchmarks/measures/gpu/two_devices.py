@@ -32,7 +32,7 @@ from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.planner.scheduler import make_plan as search
 from lightning_osdp.planner.simulation import simulate
-from lightning_osdp.profiler.machine.cluster import LEAST_HIDDEN, begin_reduce_scatter, beside_products, hidden_share
+from lightning_osdp.profiler.machine.overlap import LEAST_HIDDEN, begin_reduce_scatter, beside_products, hidden_share
 from lightning_osdp.strategy.runtime.all_ranks import in_step
 
 NUM_RANKS = 2

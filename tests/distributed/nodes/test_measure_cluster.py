@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning_osdp.core.cluster import UNIT_PARTS
 from lightning_osdp.profiler import measure_cluster
 from lightning_osdp.profiler.machine import cluster
+from lightning_osdp.profiler.machine.links import measure_agreement
 from tests.distributed.support.fits import measuring_briefly
 from tests.tiers import slow
 
@@ -28,7 +29,7 @@ def agreement_beside_a_device():
     """Link of agreements in a group of hosts, and whether nothing went through the default group."""
     hosts = dist.new_group()
     before = dist.group.WORLD._get_backend(CPU)._get_sequence_number_for_group()
-    link = cluster._measure_agreement(hosts)
+    link = measure_agreement(hosts)
     is_beside = dist.group.WORLD._get_backend(CPU)._get_sequence_number_for_group() == before
     dist.destroy_process_group(hosts)
     return link, is_beside

@@ -24,7 +24,7 @@ from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.errors import OSDPError, UntraceableError
-from lightning_osdp.profiler.machine import cluster, unit_overhead
+from lightning_osdp.profiler.machine import links, overlap, unit_overhead
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.models import BATCH_SIZE, build
 
@@ -49,8 +49,9 @@ without_measuring = mock.patch.object(plan_fit, "measure_cluster", new=_stated)
 
 def measuring_briefly(case):
     """Has a case measure links by few sizes and runs: ranks that share a core take long, and no test asks for more."""
-    few = mock.patch.multiple(cluster, _SIZES_BYTES=cluster._SIZES_BYTES[:5], _MOST_IN_A_ROW=3, _OVERLAP_REPEATS=1)
-    return few(mock.patch.multiple(unit_overhead, _REPEATS=4, _PATIENCE_S=0.0)(case))
+    few = mock.patch.multiple(links, _SIZES_BYTES=links._SIZES_BYTES[:5], _MOST_IN_A_ROW=3)
+    once = mock.patch.object(overlap, "_OVERLAP_REPEATS", 1)
+    return few(once(mock.patch.multiple(unit_overhead, _REPEATS=4, _PATIENCE_S=0.0)(case)))
 
 
 PROFILED = {"exchanges": True, "activations": ("keep", "recompute")}

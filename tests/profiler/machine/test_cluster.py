@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from benchmarks.testbed.groups import fake_group
 from lightning_osdp.core.cluster import Contention, Link
 from lightning_osdp.profiler import measure_cluster
-from lightning_osdp.profiler.machine import cluster
-from lightning_osdp.profiler.machine.cluster import contention_of, hidden_share, link_through, points_by
+from lightning_osdp.profiler.machine import cluster, links, overlap
+from lightning_osdp.profiler.machine.links import link_through, points_by
+from lightning_osdp.profiler.machine.overlap import contention_of, hidden_share
 
 SIZES = (16_384, 262_144, 2_097_152, 8_388_608)
 
@@ -62,8 +63,8 @@ def test_one_process_has_links_that_cost_nothing():
 )
 def test_agreements_are_timed_where_there_is_a_group_for_tensors_of_the_cpu(monkeypatch, kind, has_hosts, is_timed):
     link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
-    monkeypatch.setattr(cluster, "_measure_link", lambda *_, **__: link)
-    monkeypatch.setattr(cluster, "_measure_overlap", lambda *_: (False, (), Contention()))
+    monkeypatch.setattr(cluster, "measure_link", lambda *_, **__: link)
+    monkeypatch.setattr(cluster, "measure_overlap", lambda *_: (False, (), Contention()))
     monkeypatch.setattr(cluster, "_copies_in_reduce_scatter", lambda _: False)
     monkeypatch.setattr(cluster, "measure_unit_overhead", lambda *_: {})
     monkeypatch.setattr(cluster, "measure_call_s", lambda *_: 0.0)
@@ -179,9 +180,9 @@ def test_computing_that_was_timed_in_a_slow_episode_is_timed_again(monkeypatch):
         return 10 * next(alone_s) if not sent else len(sent) * (0.1 + sent[0] / 1e9)
 
     sent = []
-    monkeypatch.setattr(cluster, "fastest_together_s", seconds)
+    monkeypatch.setattr(links, "fastest_together_s", seconds)
     with fake_group(2):
-        link = cluster._measure_link(torch.device("cpu"), MIB, lambda whole, *_: sent.append(whole.nbytes))
+        link = links.measure_link(torch.device("cpu"), MIB, lambda whole, *_: sent.append(whole.nbytes))
     assert [link.ring_s(size, 2) for size in (16 * KIB, MIB)] == pytest.approx([16 * KIB / 1e9, MIB / 1e9])
     assert next(alone_s, None) is None
 
@@ -196,7 +197,7 @@ def test_computing_that_was_timed_in_a_slow_episode_is_timed_again(monkeypatch):
 )
 def test_overlap_is_tried_with_a_collective_that_was_timed(steps, expected):
     with fake_group(4):
-        assert cluster._overlapped_bytes(Link(latency_s=1e-4, seconds_per_byte=1e-9, steps=steps)) == expected
+        assert overlap._overlapped_bytes(Link(latency_s=1e-4, seconds_per_byte=1e-9, steps=steps)) == expected
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.15])

@@ -11,7 +11,7 @@ from benchmarks.testbed.emulated.cuda import FakeCuda
 from benchmarks.testbed.groups import fake_group
 from lightning_osdp.core.cluster import Contention, Link
 from lightning_osdp.profiler import default_memory_limit_bytes
-from lightning_osdp.profiler.machine import cluster, stopwatch
+from lightning_osdp.profiler.machine import links, overlap, stopwatch
 from lightning_osdp.profiler.machine.stopwatch import fastest_s, fastest_together_s
 from lightning_osdp.profiler.operation_time import Operand, Operation, replayed_s
 from lightning_osdp.profiler.step_time import time_step
@@ -88,7 +88,7 @@ def test_links_are_what_collectives_take_on_the_device(gpu, monkeypatch, floor_s
         gpu.launch(max(floor_s, whole.nbytes / 100e9))
 
     with fake_group(2):
-        link = cluster._measure_link(CUDA, 200e6, collective)
+        link = links.measure_link(CUDA, 200e6, collective)
         assert {size: asked.count(size) for size in asked} == {
             4**exponent: 10 * (6 if exponent <= 10 else 3) for exponent in range(7, 15)
         }
@@ -110,10 +110,10 @@ def test_overlap_is_told_by_the_device(gpu, monkeypatch, is_hidden):
         sides.update(gather=0.0, product=0.0)
 
     monkeypatch.setattr(torch, "randn", lambda *_, **__: Matrix())
-    monkeypatch.setattr(cluster, "_all_gather", lambda *_: sides.update(gather=sides["gather"] + 70e-6))
+    monkeypatch.setattr(overlap, "all_gather", lambda *_: sides.update(gather=sides["gather"] + 70e-6))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(wait_stream=settle))
     with fake_group(2):
-        assert cluster._measure_overlap(CUDA, LINK) == (is_hidden, (), Contention())
+        assert overlap.measure_overlap(CUDA, LINK) == (is_hidden, (), Contention())
 
 
 IN_NODES = ("reduce_in_node", "scatter_in_node", "all_reduce")
@@ -149,11 +149,11 @@ def test_all_gathers_and_reduce_scatters_are_tried_apart_on_cpu(monkeypatch, gat
         return clock.now_s - start_s
 
     monkeypatch.setattr(torch, "randn", lambda *_, **__: Matrix())
-    monkeypatch.setattr(cluster, "_begin_all_gather", lambda *_: begin(gathers))
-    monkeypatch.setattr(cluster, "begin_reduce_scatter", lambda *_: begin(reductions))
-    monkeypatch.setattr(cluster, "fastest_together_s", timed)
+    monkeypatch.setattr(overlap, "_begin_all_gather", lambda *_: begin(gathers))
+    monkeypatch.setattr(overlap, "begin_reduce_scatter", lambda *_: begin(reductions))
+    monkeypatch.setattr(overlap, "fastest_together_s", timed)
     with fake_group(2):
-        overlaps, waits_for, contention = cluster._measure_overlap(CPU, LINK)
+        overlaps, waits_for, contention = overlap.measure_overlap(CPU, LINK)
     assert (overlaps, waits_for) == expected
     if {gathers, reductions} == {0.4, 0.6}:
         assert contention.computing > 1.2

@@ -1,0 +1,181 @@
+"""Overlap: how far computing and collectives hide each other, and how far they slow each other down."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from lightning_osdp.core.cluster import Contention, Link
+from lightning_osdp.operations.reduce_scatter import is_by_gloo, scatter
+from lightning_osdp.profiler.machine.links import NUM_BYTES, WIDTH_ON_CPU, all_gather, whole_and_shard
+from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
+
+_LEAST_OVERLAP_S, _OVERLAP_REPEATS = 5e-3, 5
+"""Least seconds of computing and of all-gathers that are run beside each other, and the number of such runs."""
+_MOST_CONTENTION = 0.9
+"""Most that a run is lengthened by a shorter one beside it, over the seconds of the shorter; 1: nothing is hidden."""
+LEAST_HIDDEN = 0.25
+"""Least share of a collective that computing hides, or the reverse, if they are to run beside each other in plans.
+
+Contention says how much is lost between this and a whole; a higher threshold would have what is measured on either side
+of it, as on two cores with four gloo ranks, plan for two machines that have little in common.
+"""
+_WIDTH = 2048
+"""Width of the matrices whose products run beside all-gathers on CUDA."""
+
+
+def measure_overlap(device: torch.device, link: Link) -> tuple[bool, tuple[str, ...], Contention]:
+    """Tells if computing goes on during collectives, kinds that the host waits for, and how both are slowed down.
+
+    On CUDA an all-gather runs in another stream. On CPU asynchronous all-gathers and reduce-scatters are tried apart,
+    and the mean of their contention is taken; the host waits for reductions of units that are sharded in the node.
+    Call it on all ranks.
+    """
+    if device.type != "cpu":
+        beside = _beside_on_cuda(device)
+        overlaps = hidden_share(beside) >= LEAST_HIDDEN
+        return overlaps, (), contention_of(beside) if overlaps else Contention()
+    whole, shard = whole_and_shard(_overlapped_bytes(link), device)
+    gathers, reductions = (
+        beside_products(partial(begin, whole, shard), device, width=WIDTH_ON_CPU, repeats=1)
+        for begin in (_begin_all_gather, begin_reduce_scatter)
+    )
+    tried = {"gather": gathers, "gather_in_node": gathers, "reduce": reductions}
+    hidden = {beside: hidden_share(beside) >= LEAST_HIDDEN for beside in (gathers, reductions)}
+    if not any(hidden.values()):
+        return False, (), Contention()
+    waits_for = [kind for kind, beside in tried.items() if not hidden[beside]]
+    found = [contention_of(beside) for beside, is_hidden in hidden.items() if is_hidden]
+    contention = Contention(
+        computing=statistics.fmean(each.computing for each in found),
+        collectives=statistics.fmean(each.collectives for each in found),
+    )
+    return True, (*waits_for, "reduce_in_node", "scatter_in_node", "all_reduce"), contention
+
+
+def _overlapped_bytes(link: Link) -> int:
+    """Bytes of a collective, of those that were timed, that takes about as long as the computing tried beside it."""
+    fitting = (size for size, seconds in link.steps if (dist.get_world_size() - 1) * seconds <= 4 * _LEAST_OVERLAP_S)
+    return int(dist.get_world_size() * max(fitting, default=link.steps[0][0]))
+
+
+def _begin_all_gather(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+    work: dist.Work = dist.all_gather_single(whole, shard, async_op=True)
+    return work
+
+
+def begin_reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
+    """Begins a reduce-scatter of a whole tensor; gloo's is into another than ``shard``."""
+    if is_by_gloo(None, whole.device):
+        return scatter(torch.empty_like(whole), whole)
+    work: dist.Work = dist.reduce_scatter_single(shard, whole, async_op=True)
+    return work
+
+
+def beside_products(
+    begin: Callable[[], dist.Work], device: torch.device, *, width: int, repeats: int = REPEATS_TOGETHER
+) -> Callable[[int, int], float]:
+    """Seconds of so many collectives beside so many products of square matrices, as `hidden_share` asks for.
+
+    On CPU the first run counts, too: both were run before, but for the first time of all.
+    """
+    matrix = torch.randn(width, width, device=device)
+
+    def run(num_collectives: int, num_products: int) -> None:
+        works = [begin() for _ in range(num_collectives)]
+        for _ in range(num_products):
+            matrix @ matrix
+        for work in works:
+            work.wait()
+
+    is_warm = device.type == "cpu"
+    return lambda *numbers: fastest_together_s(partial(run, *numbers), device, repeats=repeats, is_warm=is_warm)
+
+
+def _beside_on_cuda(device: torch.device) -> Callable[[int, int], float]:
+    """Seconds of so many all-gathers, in a stream of their own, beside so many matrix products."""
+    whole, shard = whole_and_shard(NUM_BYTES, device)
+    matrix = torch.randn(_WIDTH, _WIDTH, device=device)
+    computing, gathering = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+
+    def run(num_gathers: int, num_products: int) -> None:
+        gathering.wait_stream(computing)
+        with torch.cuda.stream(gathering):
+            for _ in range(num_gathers):
+                all_gather(whole, shard)
+        for _ in range(num_products):
+            matrix @ matrix
+        computing.wait_stream(gathering)
+
+    return lambda *numbers: fastest_together_s(partial(run, *numbers), device)
+
+
+def hidden_share(measured: Callable[[int, int], float]) -> float:
+    """Share of the shorter of computing and all-gathers that the other one hides; the median of several runs.
+
+    Args:
+        measured: takes numbers of all-gathers and of matrix products beside them; returns their seconds, equal on every
+            rank. All-gathers take at least `_LEAST_OVERLAP_S`, and products as long as all-gathers.
+
+    Example:
+        >>> hidden_share(lambda num_gathers, num_products: max(1e-3 * num_gathers, 2e-3 * num_products))
+        1.0
+    """
+    num_gathers, gather_s = _calibrated(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
+    num_products, _ = _calibrated(lambda number: measured(0, number), max(_LEAST_OVERLAP_S, gather_s))
+    return statistics.median(
+        1 - more_s / min(gather_s, compute_s)
+        for gather_s, compute_s, more_s in _paired_runs(measured, num_gathers, num_products)
+    )
+
+
+def contention_of(measured: Callable[[int, int], float]) -> Contention:
+    """Slowdown of all-gathers and matrix products that run beside each other.
+
+    Let computing take a times as long beside collectives, and collectives c times. All-gathers of G seconds that
+    outlast products of P take ``G + a P (1 - 1/c)`` with them, of which ``u = a (1 - 1/c)`` is measured; products that
+    outlast all-gathers give ``v = c (1 - 1/a)``. So ``a / c = (1 - u) / (1 - v)``, ``a = u + a / c`` and
+    ``c = v + c / a``.
+
+    Args:
+        measured: as for `hidden_share`. The side that is to outlast the other takes twice as long alone.
+
+    Example:
+        >>> contention_of(lambda num_gathers, num_products: 1e-3 * max(num_gathers, num_products))
+        Contention(computing=1.0, collectives=1.0)
+    """
+    num_gathers, gather_s = _calibrated(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
+    num_products, compute_s = _calibrated(lambda number: measured(0, number), _LEAST_OVERLAP_S)
+    more_gathers = max(num_gathers, math.ceil(2 * num_gathers * compute_s / gather_s))
+    more_products = max(num_products, math.ceil(2 * num_products * gather_s / compute_s))
+    of_gathers, of_computing = (
+        min(_MOST_CONTENTION, max(0.0, statistics.median(shares)))
+        for shares in (
+            [more_s / compute_s for _, compute_s, more_s in _paired_runs(measured, more_gathers, num_products)],
+            [more_s / gather_s for gather_s, _, more_s in _paired_runs(measured, num_gathers, more_products)],
+        )
+    )
+    ratio = (1 - of_gathers) / (1 - of_computing)
+    return Contention(computing=max(1.0, of_gathers + ratio), collectives=max(1.0, of_computing + 1 / ratio))
+
+
+def _paired_runs(
+    measured: Callable[[int, int], float], num_gathers: int, num_products: int
+) -> Iterator[tuple[float, float, float]]:
+    """Seconds of all-gathers, of products, and of both together beyond the longer of the two; several times."""
+    for _ in range(_OVERLAP_REPEATS):
+        gather_s, compute_s = measured(num_gathers, 0), measured(0, num_products)
+        yield gather_s, compute_s, measured(num_gathers, num_products) - max(gather_s, compute_s)
+
+
+def _calibrated(seconds_of: Callable[[int], float], least_s: float) -> tuple[int, float]:
+    """Least power of two that takes ``least_s``, and its seconds."""
+    number = 1
+    while (taken_s := seconds_of(number)) < least_s:
+        number *= 2
+    return number, taken_s
