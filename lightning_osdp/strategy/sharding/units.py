@@ -44,14 +44,14 @@ from lightning_osdp.strategy.batching.loaders import forget_loaders
 from lightning_osdp.strategy.checkpointing import averaging, entries, saving
 from lightning_osdp.strategy.checkpointing.entries import read_plan
 from lightning_osdp.strategy.options import Options
-from lightning_osdp.strategy.planning.gpu_notes import warn_of_gpu
-from lightning_osdp.strategy.planning.plan_fit import (
-    Choice,
+from lightning_osdp.strategy.planning.choose_plan import (
     check_accumulates_in_fp32,
     choose_manual_plan,
     choose_plan,
     divide_plan,
 )
+from lightning_osdp.strategy.planning.gpu_notes import warn_of_gpu
+from lightning_osdp.strategy.planning.plan_fit import Choice
 from lightning_osdp.strategy.planning.publish import publish, warn_of_unfreezing
 from lightning_osdp.strategy.planning.training_step import check_same_groups, groups_of
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero, ranks_of_node
