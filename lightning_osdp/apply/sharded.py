@@ -29,14 +29,13 @@ from lightning_osdp.apply.internals import (
     sharding,
     unsharded,
 )
-from lightning_osdp.apply.prepare import (
+from lightning_osdp.apply.preparing.checks import (
     call_layers_in_evaluation,
     check_shardable,
     make_contiguous,
     prepared,
-    slices_of,
-    unit_initializer,
 )
+from lightning_osdp.apply.preparing.initialize import slices_of, unit_initializer
 from lightning_osdp.apply.ranks.agreement import Agreement
 from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.treatments import accumulate, arguments_of, change

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_s
 
 from lightning_osdp.apply.activations.blocks import is_inside
 from lightning_osdp.apply.internals import dtensors, gathering, sharding
-from lightning_osdp.apply.prepare import children_first
+from lightning_osdp.apply.preparing.initialize import children_first
 from lightning_osdp.core.axes import DP, ZDP, Treatment
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.operations.splitting import compiled_whole

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_osdp.apply.prepare import unit_initializer
+from lightning_osdp.apply.preparing.initialize import unit_initializer
 from lightning_osdp.errors import ProfileError
 from tests.wrapped_units import Nested
 

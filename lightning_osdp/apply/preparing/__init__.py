@@ -1,0 +1,1 @@
+"""Preparation of a module before it is sharded."""
