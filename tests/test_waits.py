@@ -34,7 +34,7 @@ ALLOWED = {
     ("apply/updates.py", "_is_same"): IN_SETUP,
     ("apply/updates.py", "_update_on_host"): FOR_THE_HOST,
     ("apply/sharded.py", "kept_shards"): "in a dry run",
-    ("apply/sharded.py", "_begin"): IN_SETUP,
+    ("apply/preparing/prepare.py", "begin"): IN_SETUP,
     ("apply/state.py", "_own_rows"): "while a checkpoint is loaded",
     ("apply/state.py", "_whole"): CHECKPOINT,
     ("callbacks/plan_monitor.py", "finished"): "at the end of a fit alone",

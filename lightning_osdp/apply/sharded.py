@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import state
-from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, is_inside, with_recomputed
+from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks
 from lightning_osdp.apply.exchanging import ExchangingUnits
 from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows
 from lightning_osdp.apply.internals import (
@@ -29,22 +29,15 @@ from lightning_osdp.apply.internals import (
     sharding,
     unsharded,
 )
-from lightning_osdp.apply.preparing.checks import (
-    call_layers_in_evaluation,
-    check_shardable,
-    make_contiguous,
-    prepared,
-)
-from lightning_osdp.apply.preparing.initialize import slices_of, unit_initializer
+from lightning_osdp.apply.preparing.checks import call_layers_in_evaluation
+from lightning_osdp.apply.preparing.prepare import begin, executed, planned_units, treatments_by_name, treatments_of
 from lightning_osdp.apply.ranks.agreement import Agreement
 from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.treatments import accumulate, arguments_of, change
 from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, policy_of, set_prefetch, shard
 from lightning_osdp.apply.updates import share_gradients, stepping_on_rows, try_optimizer
-from lightning_osdp.core.axes import Treatment, freed_and_kept
-from lightning_osdp.core.plans.parts import Block, Unit
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.operations.splitting import cuts_of, join_names
@@ -82,12 +75,12 @@ class ShardedModel:
         **kwargs: Any,
     ) -> None:
         plan = None if plan is None else executed(plan, recomputed)
-        initialize = _begin(module, device, **kwargs)
+        initialize = begin(module, device, **kwargs)
         if plan is None:
             call_layers_in_evaluation(module)
             units = [ShardedUnit("", (module,)), *children_and_blocks(module, min_unit_bytes=min_unit_bytes)]
         else:
-            units = list(_planned_units(module, plan, initialize))
+            units = list(planned_units(module, plan, initialize))
         self.module, self.plan, self.units = module, plan, tuple(units)
         self._recomputed = recomputed
         self.reusable: Any = None
@@ -327,8 +320,8 @@ class ShardedModel:
         self.free()
         self._forwards.choose(plan.blocks, units=[unit.name for unit in self.units])
         self.plan, before = plan, self.units
-        treatments = _treatments_of(plan)
-        read = {name: unit.is_read for unit in plan.units for name, _ in _treatments(unit)}
+        treatments = treatments_of(plan)
+        read = {name: unit.is_read for unit in plan.units for name, _ in treatments_by_name(unit)}
         self.units = tuple(
             dataclasses.replace(unit, treatment=treatments[unit.name], is_read=read[unit.name]) for unit in before
         )
@@ -354,7 +347,7 @@ class ShardedModel:
             check_change(self.plan, Plan.from_json(plan.to_json()), may_divide=may_divide)
             check_blocks(self.module, plan.blocks)
             self.check_options(plan)
-        place, treatments = self.place_in_step(), _treatments_of(plan)
+        place, treatments = self.place_in_step(), treatments_of(plan)
         waiting = (
             unit
             for unit in self.units
@@ -528,54 +521,6 @@ class ShardedModel:
             stored.load_optimizers(self.module, optimizers, self.host)
 
 
-def _begin(
-    module: nn.Module,
-    device: torch.device,
-    *,
-    param_init_fn: Callable[[nn.Module], None] | None = None,
-    sync_module_states: bool = False,
-) -> Callable[[nn.Module], None]:
-    """Checks that a module can be sharded; returns a function that gives a unit's tensors storage and values."""
-    access.check_torch()
-    dtensors.read_whole_values()
-    dtensors.set_values()
-    check_shardable(module)
-    make_contiguous(module)
-    initialize: Callable[[nn.Module], None]
-    if param_init_fn is None:
-        initialize = unit_initializer(module, device) or access.do_nothing
-    else:
-        initialize = partial(_initialize, param_init_fn)
-    if sync_module_states:
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not tensor.is_meta:
-                tensor.data = tensor.data.to(device)
-                dist.broadcast(tensor.data, src=0)
-    return initialize
-
-
-def _planned_units(module: nn.Module, plan: Plan, initialize: Callable[[nn.Module], None]) -> Iterator[ShardedUnit]:
-    modules = prepared(module, plan)
-    for unit in plan.units:
-        if effects_of(unit.treatments[0]).exchanges:
-            continue
-        if unit.num_slices == 1:
-            parts = [tuple(modules[name] for name in unit.wrapped_modules)]
-        else:
-            parts = [(each,) for each in slices_of(modules[unit.name], unit.num_slices, initialize)]
-        yield from (
-            ShardedUnit(name, part, treatment, unit.is_read)
-            for (name, treatment), part in zip(_treatments(unit), parts, strict=True)
-        )
-
-
-def _initialize(param_init_fn: Callable[[nn.Module], None], unit: nn.Module) -> None:
-    """Initialises modules with tensors on the meta device by the function of the user."""
-    for child in unit.modules():
-        if any(tensor.is_meta for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False))):
-            param_init_fn(child)
-
-
 def sharded_as(module: nn.Module) -> ShardedModel | None:
     """Sharded model that a module is the root of; None where it is of none."""
     owner = access.owner_of(module)
@@ -586,34 +531,6 @@ def host_rows_of(module: nn.Module) -> HostRows:
     """Rows of parameters that the host updates, of the sharded model that a module is the root of; else of none."""
     sharded = sharded_as(module)
     return NOTHING_HELD if sharded is None else sharded.host
-
-
-def executed(plan: Plan, recomputed: Sequence[str]) -> Plan:
-    """Plan as it is run: these modules recompute besides its blocks, and the root is kept whatever it says."""
-    units = tuple(unit if unit.name else _kept(unit) for unit in plan.units)
-    known = {block.name: block for block in plan.recomputable}
-    blocks = tuple(
-        block if block in plan.blocks else known.get(block.name, block)
-        for block in with_recomputed(plan.blocks, recomputed)
-    )
-    names = [block.name for block in blocks if not block.kept]  # the others could still keep less
-    left = (block for block in plan.recomputable if block.name not in names and not is_inside(block.name, names))
-    left = (block for block in left if not any(is_inside(name, [block.name]) for name in names))
-    run = dataclasses.replace(plan, units=units, blocks=blocks, recomputable=tuple(left))
-    return plan if run == plan else run
-
-
-def _kept(root: Unit) -> Unit:
-    return dataclasses.replace(root, treatments=tuple(freed_and_kept(each)[1] for each in root.treatments))
-
-
-def _treatments(unit: Unit) -> Iterator[tuple[str, Treatment]]:
-    """Treatments of a unit of a plan, by the names that its slices have as units."""
-    return zip(slice_names(unit.name, unit.num_slices), unit.treatments, strict=True)
-
-
-def _treatments_of(plan: Plan) -> dict[str, Treatment]:
-    return dict(each for unit in plan.units for each in _treatments(unit))
 
 
 def _shown(name: str) -> str:
