@@ -17,7 +17,7 @@ from lightning_osdp.profiler.step.fake_model import stand_in, without_values
 from lightning_osdp.profiler.step.run_step import halves_of, loss_in, resized, samples_in, why_not_mean
 from lightning_osdp.profiler.step.same_state import why_state_differs
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
-from lightning_osdp.profiler.step_time import Together
+from lightning_osdp.profiler.timing.step_time import Together
 from lightning_osdp.profiler.tracing.operators import check_parameters, fingerprint
 
 __all__ = [

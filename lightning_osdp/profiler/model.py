@@ -20,7 +20,6 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ProfileError, RanksApartError, UntraceableError
 from lightning_osdp.profiler.machine.memory import is_out_of_memory, raise_if_fatal
-from lightning_osdp.profiler.operation_time import Operation, estimate_step, replayed_s, roofline_s
 from lightning_osdp.profiler.optimizer import OptimizedParameter, profile_optimizers
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.profile_parts import (
@@ -35,10 +34,11 @@ from lightning_osdp.profiler.profile_parts import (
     profile_segments,
     traced_choices,
 )
-from lightning_osdp.profiler.rerun_time import Again, level_overhead, stated_overhead, work_of_blocks
 from lightning_osdp.profiler.step.run_step import StepRunner, as_eager, loss_in, note_on_compiled
 from lightning_osdp.profiler.step.snapshot import iterators_in, tensors_in, untouched
-from lightning_osdp.profiler.step_time import Seconds, Together, alone, time_step
+from lightning_osdp.profiler.timing.operation_time import Operation, estimate_step, replayed_s, roofline_s
+from lightning_osdp.profiler.timing.rerun_time import Again, level_overhead, stated_overhead, work_of_blocks
+from lightning_osdp.profiler.timing.step_time import Seconds, Together, alone, time_step
 from lightning_osdp.profiler.tracing.operators import check_parameters, find_operators, fingerprint
 from lightning_osdp.profiler.tracing.trace import Trace, trace_step, with_levels
 

@@ -20,9 +20,9 @@ from lightning_osdp.errors import ProfileError
 from lightning_osdp.operations.optimizers import can_update_on_host, check_supported, copied, fused_on_host, states_of
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
-from lightning_osdp.profiler.operation_time import OperationRecorder, roofline_s, segment_seconds
 from lightning_osdp.profiler.step.fake_model import stand_in
 from lightning_osdp.profiler.step.snapshot import tensors_in
+from lightning_osdp.profiler.timing.operation_time import OperationRecorder, roofline_s, segment_seconds
 
 _SAMPLE_ELEMENTS = {"cpu": 4_000_000, "cuda": 16_000_000}
 """Elements that the timed optimizer step updates, by device: enough to leave the caches, on a GPU enough to take longer

@@ -32,8 +32,8 @@ from lightning_osdp.operations.stationary import refusal_of_one
 from lightning_osdp.planner.search.levels import Result, find_levels
 from lightning_osdp.profiler.optimizer import OptimizedParameter
 from lightning_osdp.profiler.precision import ComputePrecision
-from lightning_osdp.profiler.rerun_time import Again, LevelOverhead
-from lightning_osdp.profiler.step_time import Seconds
+from lightning_osdp.profiler.timing.rerun_time import Again, LevelOverhead
+from lightning_osdp.profiler.timing.step_time import Seconds
 from lightning_osdp.profiler.tracing.calls import Flow
 from lightning_osdp.profiler.tracing.operators import Operator
 from lightning_osdp.profiler.tracing.saved_bytes import Activations

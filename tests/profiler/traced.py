@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.profiler.operation_time import estimate_step
 from lightning_osdp.profiler.step.fake_model import faked
 from lightning_osdp.profiler.step.run_step import StepRunner, resized
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
+from lightning_osdp.profiler.timing.operation_time import estimate_step
 from lightning_osdp.profiler.tracing import short_model, trace
 from tests.this_cpu import skip_what_it_lacks
 

@@ -16,7 +16,7 @@ from benchmarks.testbed.emulated.cuda import FakeCuda
 from lightning_osdp.callbacks.plan_monitor import StepClock
 from lightning_osdp.profiler import LiveBytes, default_memory_limit_bytes, is_out_of_memory
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
-from lightning_osdp.profiler.operation_time import OperationRecorder
+from lightning_osdp.profiler.timing.operation_time import OperationRecorder
 
 FAMILIES = ("odd_mlp", "mingpt", "convolutional")
 """Families of operations that are one kernel on both: dropout's mask differs on CPU, SiLU's backward has several."""

@@ -37,12 +37,12 @@ from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import LiveBytes, TrainingStep, is_out_of_memory
 from lightning_osdp.profiler.machine.stopwatch import between_s, fastest_s, mark, synchronize
-from lightning_osdp.profiler.operation_time import estimate_step, replayed_s
 from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.step.fake_model import faked
 from lightning_osdp.profiler.step.run_step import StepRunner
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
-from lightning_osdp.profiler.step_time import time_step
+from lightning_osdp.profiler.timing.operation_time import estimate_step, replayed_s
+from lightning_osdp.profiler.timing.step_time import time_step
 from lightning_osdp.profiler.tracing.trace import trace_step
 
 _FREE = Link(latency_s=0.0, seconds_per_byte=0.0)

@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.families import FAMILIES as BENCHMARKED
 from benchmarks.families import build
-from lightning_osdp.profiler.operation_time import OperationRecorder, replayed_s, segment_seconds
 from lightning_osdp.profiler.step.fake_model import faked
+from lightning_osdp.profiler.timing.operation_time import OperationRecorder, replayed_s, segment_seconds
 from tests.distributed.support.families import FAMILIES
 from tests.distributed.support.models import MODELS
 from tests.profiler.traced import CPU, PRECISIONS, both, deepened, real_and_fake

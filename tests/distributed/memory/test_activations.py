@@ -23,8 +23,8 @@ from lightning_osdp.core.plans.parts import Block as PlannedBlock
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.operations.splitting import cuts_of
 from lightning_osdp.profiler import model as profiler_model
-from lightning_osdp.profiler.operation_time import roofline_s
-from lightning_osdp.profiler.rerun_time import LevelOverhead
+from lightning_osdp.profiler.timing.operation_time import roofline_s
+from lightning_osdp.profiler.timing.rerun_time import LevelOverhead
 from tests.distributed.support import models, user_runs
 from tests.distributed.support.fits import largest_difference, plan_for, trainer, without_measuring
 from tests.distributed.support.models import GPT

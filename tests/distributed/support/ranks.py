@@ -146,7 +146,8 @@ def _serve(connection: Connection, rank, world_size, port, faults):
     import torch.distributed as dist
     from lightning.pytorch.trainer.connectors import callback_connector
 
-    from lightning_osdp.profiler import optimizer, rerun_time, step_time
+    from lightning_osdp.profiler import optimizer
+    from lightning_osdp.profiler.timing import rerun_time, step_time
     from lightning_osdp.strategy.planning import publish
 
     publish.save_picture = lambda *_, **__: None  # of every plan: pictures take a good part of all seconds

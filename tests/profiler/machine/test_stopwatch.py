@@ -13,8 +13,8 @@ from lightning_osdp.core.cluster import Contention, Link
 from lightning_osdp.profiler import default_memory_limit_bytes
 from lightning_osdp.profiler.machine import links, overlap, stopwatch
 from lightning_osdp.profiler.machine.stopwatch import fastest_s, fastest_together_s
-from lightning_osdp.profiler.operation_time import Operand, Operation, replayed_s
-from lightning_osdp.profiler.step_time import time_step
+from lightning_osdp.profiler.timing.operation_time import Operand, Operation, replayed_s
+from lightning_osdp.profiler.timing.step_time import time_step
 from lightning_osdp.profiler.tracing.calls import recorded_calls
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_osdp.errors import ProfileError, UntraceableError
 from lightning_osdp.profiler import LiveBytes, without_values
-from lightning_osdp.profiler.operation_time import OperationRecorder
 from lightning_osdp.profiler.step import fake_model
 from lightning_osdp.profiler.step.fake_model import faked
+from lightning_osdp.profiler.timing.operation_time import OperationRecorder
 from tests.profiler.entangled_models import MODELS
 from tests.profiler.ordinary_models import Model
 from tests.profiler.traced import CPU, PRECISIONS, module_step, real_and_fake

@@ -12,9 +12,16 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.testbed.emulated.cuda import FakeCuda
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import ConfigurationError, UntraceableError
-from lightning_osdp.profiler import LiveBytes, operation_time
-from lightning_osdp.profiler.operation_time import Operand, OperationRecorder, replayed_s, roofline_s, segment_seconds
+from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.profiler.step.fake_model import faked
+from lightning_osdp.profiler.timing import operation_time
+from lightning_osdp.profiler.timing.operation_time import (
+    Operand,
+    OperationRecorder,
+    replayed_s,
+    roofline_s,
+    segment_seconds,
+)
 from tests.profiler.entangled_models import MODELS
 from tests.profiler.traced import CPU, PRECISIONS, module_step
 from tests.this_cpu import skip_what_it_lacks

@@ -25,8 +25,8 @@ from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import Span
 from lightning_osdp.operations.recomputation import KeptResults, is_heavy
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
-from lightning_osdp.profiler.operation_time import Operation, OperationRecorder
 from lightning_osdp.profiler.step.run_step import StepRunner
+from lightning_osdp.profiler.timing.operation_time import Operation, OperationRecorder
 from lightning_osdp.profiler.tracing.calls import Position, followed
 from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
 from lightning_osdp.profiler.tracing.trace import Trace, find_blocks

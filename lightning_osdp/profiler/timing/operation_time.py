@@ -22,7 +22,7 @@ from lightning_osdp.profiler.machine.memory import is_out_of_memory, raise_if_fa
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.step.run_step import StepRunner, loss_in
 from lightning_osdp.profiler.step.snapshot import storage_key
-from lightning_osdp.profiler.step_time import Seconds
+from lightning_osdp.profiler.timing.step_time import Seconds
 from lightning_osdp.profiler.tracing.calls import Position, followed
 from lightning_osdp.profiler.tracing.short_model import ShortModel
 

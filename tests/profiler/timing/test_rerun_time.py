@@ -13,8 +13,8 @@ from torch.utils.flop_counter import flop_registry
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import UntraceableError
 from lightning_osdp.profiler import profile_model
-from lightning_osdp.profiler.rerun_time import block_operations
 from lightning_osdp.profiler.step.run_step import StepRunner
+from lightning_osdp.profiler.timing.rerun_time import block_operations
 from lightning_osdp.profiler.tracing.trace import trace_step
 from tests.profiler.traced import CPU
 from tests.tiers import slow

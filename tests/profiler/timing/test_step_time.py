@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_osdp.profiler import step_time
-from lightning_osdp.profiler.step_time import Seconds, time_step
+from lightning_osdp.profiler.timing import step_time
+from lightning_osdp.profiler.timing.step_time import Seconds, time_step
 from lightning_osdp.profiler.tracing.calls import recorded_calls
 
 CPU = torch.device("cpu")
