@@ -21,19 +21,17 @@ from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ProfileError, RanksApartError, UntraceableError
 from lightning_osdp.profiler.machine.memory import is_out_of_memory, raise_if_fatal
 from lightning_osdp.profiler.optimizer import OptimizedParameter, profile_optimizers
-from lightning_osdp.profiler.precision import ComputePrecision
-from lightning_osdp.profiler.profile_parts import (
-    bytes_of,
+from lightning_osdp.profiler.parts.blocks import (
     known_levels,
     levels_of_blocks,
     profile_blocks,
     profile_crossings,
-    profile_exchanges,
-    profile_operators,
     profile_reruns,
-    profile_segments,
     traced_choices,
 )
+from lightning_osdp.profiler.parts.operators import bytes_of, profile_exchanges, profile_operators
+from lightning_osdp.profiler.parts.segments import profile_segments
+from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.step.run_step import StepRunner, as_eager, loss_in, note_on_compiled
 from lightning_osdp.profiler.step.snapshot import iterators_in, tensors_in, untouched
 from lightning_osdp.profiler.timing.operation_time import Operation, estimate_step, replayed_s, roofline_s
