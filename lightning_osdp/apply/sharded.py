@@ -30,7 +30,13 @@ from lightning_osdp.apply.internals import (
     unsharded,
 )
 from lightning_osdp.apply.preparing.checks import call_layers_in_evaluation
-from lightning_osdp.apply.preparing.prepare import begin, executed, planned_units, treatments_by_name, treatments_of
+from lightning_osdp.apply.preparing.prepare import (
+    begin,
+    executed,
+    planned_treatments,
+    planned_units,
+    treatments_by_name,
+)
 from lightning_osdp.apply.ranks.agreement import Agreement
 from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.treatments import accumulate, arguments_of, change
@@ -320,7 +326,7 @@ class ShardedModel:
         self.free()
         self._forwards.choose(plan.blocks, units=[unit.name for unit in self.units])
         self.plan, before = plan, self.units
-        treatments = treatments_of(plan)
+        treatments = planned_treatments(plan)
         read = {name: unit.is_read for unit in plan.units for name, _ in treatments_by_name(unit)}
         self.units = tuple(
             dataclasses.replace(unit, treatment=treatments[unit.name], is_read=read[unit.name]) for unit in before
@@ -347,7 +353,7 @@ class ShardedModel:
             check_change(self.plan, Plan.from_json(plan.to_json()), may_divide=may_divide)
             check_blocks(self.module, plan.blocks)
             self.check_options(plan)
-        place, treatments = self.place_in_step(), treatments_of(plan)
+        place, treatments = self.place_in_step(), planned_treatments(plan)
         waiting = (
             unit
             for unit in self.units

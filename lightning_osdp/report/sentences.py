@@ -141,7 +141,7 @@ def _explain_mode(units: Sequence[Unit], plan: Plan) -> str:
     if effects_of(unit.treatments[0]).holds_whole_gradients:
         waiting = [each.with_least("reduce").cost().beyond(each.cost()) for each in units]
         why += f"; {_takes(waiting, 1.0)} held between micro-batches {_saves(waiting, 1.0, 'save')}"
-    if any("moves" in option.treatment for option in unit.menu):
+    if any(effects_of(option.treatment).exchanges for option in unit.menu):
         why += f"; moving activations would send {_sent(units, plan, is_moving=True)} a step, which is"
         why += f" {_sent(units, plan, is_moving=False)} now"
     return why
@@ -149,7 +149,7 @@ def _explain_mode(units: Sequence[Unit], plan: Plan) -> str:
 
 def _explain_exchange(units: Sequence[Unit], plan: Plan) -> str:
     """Why activations move: what is sent of the rows of all ranks, against what the best way to gather would send."""
-    gathered = [option for option in units[0].menu if "moves" not in option.treatment]
+    gathered = [option for option in units[0].menu if not effects_of(option.treatment).exchanges]
     best = min(gathered, key=lambda option: option.more_s)
     gathering = [replace(unit, treatments=(best.treatment,)) for unit in units]
     differences = [other.cost().beyond(unit.cost()) for other, unit in zip(gathering, units, strict=True)]

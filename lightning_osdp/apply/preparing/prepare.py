@@ -46,7 +46,7 @@ def treatments_by_name(unit: Unit) -> Iterator[tuple[str, Treatment]]:
     return zip(slice_names(unit.name, unit.num_slices), unit.treatments, strict=True)
 
 
-def treatments_of(plan: Plan) -> dict[str, Treatment]:
+def planned_treatments(plan: Plan) -> dict[str, Treatment]:
     """Treatments of all units of a plan, by the names that they and their slices have as units."""
     return dict(each for unit in plan.units for each in treatments_by_name(unit))
 

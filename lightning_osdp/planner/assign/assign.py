@@ -159,7 +159,7 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
     states on the device, as other units.
     """
     setting, costs = assignment.setting, assignment.setting.costs
-    if setting.is_paper and not any("reduce" in mode for options in costs.options for mode in options):
+    if setting.is_paper and not any(effects_of(mode).waits for options in costs.options for mode in options):
         return assignment
     rooms, modes, step_time_s = costs.memory.room_bytes(memory_limit_bytes), assignment.modes, assignment.step_time_s
     fits, fails = 0.0, sum(sorted(costs.memory.gathered_bytes)[-2:])

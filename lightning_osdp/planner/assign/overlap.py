@@ -173,7 +173,7 @@ class _Incumbent:
     def kept(self, unit: int) -> Modes:
         """Options with the least communication: of those over all ranks, and of all."""
         options, times_s = self.problem.options[unit][::-1], self.problem.times_s[unit]
-        over_all = [mode for mode in options if "home" not in mode]
+        over_all = [mode for mode in options if effects_of(mode).sharded_over == "all"]
         fastest = (min(each, key=times_s.__getitem__) for each in (over_all, options) if each)
         return tuple(dict.fromkeys(fastest))
 

@@ -360,7 +360,7 @@ class Costs:
         if found is not None:
             return found[0]
         seconds = TERMS[name](unit, mode, cluster=step.cluster, workload=step.workload, engine=step.engine)
-        if name not in {"compute", "activations"} and "moves" not in mode:
+        if name not in {"compute", "activations"} and not effects_of(mode).exchanges:
             known[key] = seconds, step.cluster
         return seconds
 

@@ -32,6 +32,7 @@ from lightning_osdp.planner.assign import (
     trained_together,
 )
 from lightning_osdp.planner.assign.merging.slices import WORTH_SPLITTING
+from lightning_osdp.planner.engine import effects_of
 
 WORTH_TRYING = 0.02
 """Fraction of a step time by which plans that follow from a setting may be faster than the setting's bound: those with
@@ -211,7 +212,7 @@ def moving(attempt: Attempt) -> Iterator[Setting]:
         may = {
             unit.name: costs.times_s[place][STATIONARY] <= costs.times_s[place][ZDP]
             for place, unit in enumerate(setting.units)
-            if any("moves" in mode for mode in costs.options[place])
+            if any(effects_of(mode).exchanges for mode in costs.options[place])
         }
         found = {name for one in attempt.assignments for name in _moving(one)}
         for names in (found & may.keys(), {name for name, sends_less in may.items() if sends_less}, may.keys()):
@@ -277,7 +278,7 @@ def slices_inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
 
 
 def _moves_activations(attempt: Attempt) -> bool:
-    return any("moves" in mode for setting in attempt.settings for mode in setting.modes)
+    return any(effects_of(mode).exchanges for setting in attempt.settings for mode in setting.modes)
 
 
 STRUCTURES = (
@@ -331,8 +332,8 @@ def _all_alike(attempt: Attempt, setting: Setting) -> list[dict[str, str]]:
 def _moving(assignment: Assignment, kind: str | None = None) -> list[str]:
     """Names of units that move activations in an assignment, by exchanges of this kind where one is given."""
     units = zip(assignment.setting.units, assignment.modes, strict=True)
-    moving = (unit for unit, mode in units if "moves" in mode and unit.exchange is not None)
-    return [unit.name for unit in moving if unit.exchange is not None and kind in {None, unit.exchange.kind}]
+    moving = ((unit.name, unit.exchange) for unit, mode in units if effects_of(mode).exchanges)
+    return [name for name, exchange in moving if exchange is not None and kind in {None, exchange.kind}]
 
 
 def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:

@@ -99,7 +99,7 @@ def _given_plan(module: pl.LightningModule, options: Options) -> Plan:
 
 def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> None:
     """Raises a `ConfigurationError` if units accumulate gradients in low precision, against the user's option."""
-    late = next((unit for unit in plan.units if "reduce" in unit.treatments[0]), None)
+    late = next((unit for unit in plan.units if effects_of(unit.treatments[0]).waits), None)
     if options.accumulate_in_fp32 and "mixed" in precision and late is not None:
         raise ConfigurationError(
             f"Expected a plan with sync='every' for accumulate_in_fp32=True in {precision}, got sync={late.sync!r} for"
