@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_osdp.apply.activations.blocks import is_inside
 from lightning_osdp.apply.internals.access import do_nothing
 from lightning_osdp.apply.internals.dtensors import local, num_copies
 from lightning_osdp.apply.internals.gathering import whole_storages
@@ -28,7 +27,6 @@ __all__ = [
     "do_nothing",
     "fully_shard_arguments",
     "host_rows_of",
-    "is_inside",
     "local",
     "new_host_group",
     "num_copies",

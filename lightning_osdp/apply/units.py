@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 
-from lightning_osdp.apply.activations.blocks import is_inside
 from lightning_osdp.apply.internals import dtensors, gathering, sharding
 from lightning_osdp.apply.preparing.initialize import children_first
 from lightning_osdp.core.axes import DP, ZDP, Treatment
@@ -181,7 +180,7 @@ def children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[S
         if len(modules) == 1:
             num_holders = Counter(each for inner in modules[0].modules() for each in inner.parameters(recurse=False))
             for block in _blocks_in(modules[0], num_holders, min_unit_bytes):
-                if not is_inside(names[block], whole):
+                if not any(names[block].startswith(f"{each}.") for each in whole):
                     yield ShardedUnit(names[block], (block,), ZDP)
 
 

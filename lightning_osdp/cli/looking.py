@@ -10,7 +10,7 @@ from lightning_osdp.cli.files import checked_output, files_of, has_profile_besid
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
-from lightning_osdp.core.text.folding import fold_names
+from lightning_osdp.core.text.names import fold_names
 from lightning_osdp.core.text.stored import PLAN_FILENAME
 from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.advice import advise

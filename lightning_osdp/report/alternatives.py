@@ -15,12 +15,13 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
+from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.core.text.nearest import nearest
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planner.assign import applicable
 from lightning_osdp.planner.engine import effects_of, engine_of
 from lightning_osdp.planner.simulation import planned_activations, planned_step, simulate
-from lightning_osdp.report.sentences import is_inside, name_saves, name_treatment
+from lightning_osdp.report.sentences import name_saves, name_treatment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.report.sentences import is_inside, name_saves, name_treatment
+from lightning_osdp.core.text.names import is_inside
+from lightning_osdp.report.sentences import name_saves, name_treatment
 
 NOT_THERE = "not there"
 NUMBERS = (

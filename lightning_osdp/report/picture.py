@@ -24,8 +24,9 @@ from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
+from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.planner.engine import Moment
-from lightning_osdp.report.sentences import explain, is_inside, is_predicted, name_treatment, summarise
+from lightning_osdp.report.sentences import explain, is_predicted, name_treatment, summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import CHUNKS
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
-from lightning_osdp.core.text.folding import fold_names
+from lightning_osdp.core.text.names import fold_names, is_inside
 from lightning_osdp.planner.engine import Collective, effects_of, planned_collectives
 
 MOST_PATTERNS = 8
@@ -76,11 +76,6 @@ def _holds_modules(unit: Unit, plan: Plan) -> bool:
     return all(is_inside(operator, modules) for operator in unit.operators) and not any(
         is_inside(operator, modules) for operator in others
     )
-
-
-def is_inside(operator: str, modules: Iterable[str]) -> bool:
-    """True where an operator is one of these modules, or inside one."""
-    return any(f"{operator}.".startswith(f"{module}.") for module in modules)
 
 
 def name_treatment(unit: Unit) -> str:

@@ -25,6 +25,7 @@ from lightning_osdp.apply.activations.offload import HostMemory
 from lightning_osdp.apply.ranks.buffers import version_of
 from lightning_osdp.core.axes import KEEP
 from lightning_osdp.core.plans.parts import Block
+from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.operations.recomputation import KeptResults
 from lightning_osdp.planner.engine import SAVING
@@ -192,14 +193,9 @@ class _Anew(ExitStack):
 def with_recomputed(blocks: Sequence[Block], names: Collection[str]) -> tuple[Block, ...]:
     """Blocks of a plan, and these modules as recomputing blocks where the plan has none of them or around them."""
     planned = [block.name for block in blocks]
-    more = [name for name in names if name not in planned and not is_inside(name, planned)]
+    more = [name for name in names if not is_inside(name, planned)]
     kept = [block for block in blocks if not is_inside(block.name, more)]
     return (*kept, *Block.recomputing(more))
-
-
-def is_inside(name: str, names: Collection[str]) -> bool:
-    """True if a module is inside one of others, all given by name."""
-    return any(name.startswith(f"{other}.") for other in names)
 
 
 def check_blocks(module: nn.Module, blocks: Sequence[Block]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_osdp.apply.activations.blocks import is_inside, with_recomputed
+from lightning_osdp.apply.activations.blocks import with_recomputed
 from lightning_osdp.apply.internals import access, dtensors
 from lightning_osdp.apply.preparing.checks import check_shardable, make_contiguous, prepared
 from lightning_osdp.apply.preparing.initialize import slices_of, unit_initializer
@@ -19,6 +19,7 @@ from lightning_osdp.core.axes import Treatment, freed_and_kept
 from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.slices import slice_names
+from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.planner.engine import effects_of
 
 
@@ -31,7 +32,7 @@ def executed(plan: Plan, recomputed: Sequence[str]) -> Plan:
         for block in with_recomputed(plan.blocks, recomputed)
     )
     names = [block.name for block in blocks if not block.kept]  # the others could still keep less
-    left = (block for block in plan.recomputable if block.name not in names and not is_inside(block.name, names))
+    left = (block for block in plan.recomputable if not is_inside(block.name, names))
     left = (block for block in left if not any(is_inside(name, [block.name]) for name in names))
     run = dataclasses.replace(plan, units=units, blocks=blocks, recomputable=tuple(left))
     return plan if run == plan else run

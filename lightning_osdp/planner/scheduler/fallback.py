@@ -9,6 +9,7 @@ from lightning_osdp.core.axes import AXES
 from lightning_osdp.core.plans.parts import Block, Unit
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.step import Workload
+from lightning_osdp.core.text.names import is_inside
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _moved(plan: Plan, changed: Unit | Block) -> Plan:
 
     def place(block: Block) -> int:
         """Place of the block's first operator."""
-        own = (i for i, name in enumerate(operators) if f"{name}.".startswith(f"{block.name}."))
+        own = (i for i, name in enumerate(operators) if is_inside(name, [block.name]))
         return next(own, len(operators))
 
     return replace(plan, blocks=tuple(sorted([*others, changed], key=place)), recomputable=left)

@@ -15,6 +15,7 @@ from lightning_osdp.core.profile import BlockProfile, ModelProfile, in_chunks
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
+from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.core.units import SMALL_UNIT_BYTES, UnitProfile
 from lightning_osdp.planner.assign import Assignment, Modes, Setting, applicable, chosen_activations
 from lightning_osdp.planner.cost import block_s, evaluation_peak, exact_peak, exchanged_bytes
@@ -89,12 +90,12 @@ def plan_of(
 def may_recompute(setting: Setting, modes: Modes) -> list[BlockProfile]:
     """Blocks that can recompute, whatever they do now: a block runs once where activations move inside."""
     in_modes = zip(setting.units, modes, strict=True)
-    moving = [unit for unit, mode in in_modes if effects_of(mode).exchanges]
-    names = [f"{operator.name}." for unit in moving for operator in unit.operators]
+    moving = [unit.operators for unit, mode in in_modes if effects_of(mode).exchanges]
     return [
         block
         for block in setting.unchanged.blocks
-        if "recompute" in block.segments and not any(name.startswith(f"{block.name}.") for name in names)
+        if "recompute" in block.segments
+        and not any(is_inside(operator.name, [block.name]) for operators in moving for operator in operators)
     ]
 
 

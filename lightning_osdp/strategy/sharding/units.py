@@ -29,7 +29,6 @@ from lightning_osdp.apply import (
     called_children,
     do_nothing,
     fully_shard_arguments,
-    is_inside,
     refuse_copy,
     sharded_as,
 )
@@ -37,6 +36,7 @@ from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.batching.division import Division, check_agrees

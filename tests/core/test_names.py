@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.core.text.folding import fold_names
+from lightning_osdp.core.text.names import fold_names
 
 
 def expand(pattern: str) -> list[str]:

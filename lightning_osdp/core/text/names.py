@@ -1,10 +1,15 @@
-"""Many module names as few patterns: ``h.0.mlp.fc``, ``h.1.mlp.fc`` are ``h.{0-1}.mlp.fc``."""
+"""Names of modules: which are inside of others, and many as few patterns, as in ``h.{0-1}.mlp.fc``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 _Pattern = tuple[frozenset[str], ...]
+
+
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """True if what has this name is one of these modules but the root, or inside one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
