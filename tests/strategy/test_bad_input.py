@@ -12,10 +12,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_osdp import Cluster, ConfigurationError, OSDPError, OSDPStrategy, ProfileError
-from lightning_osdp.core.cluster import DeviceRates, Link
+from lightning_osdp import ConfigurationError, OSDPError, OSDPStrategy, ProfileError
+from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.profiler import ComputePrecision
-from lightning_osdp.strategy.planning import plan_fit
 from tests.this_cpu import LOW, refused_lstm
 from tests.tiers import slow
 
@@ -54,11 +53,8 @@ class WithoutParameters(Net):
 
 
 @pytest.fixture
-def quiet(monkeypatch):
-    """States the links; logs nothing but warnings."""
-    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
-    stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
-    monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
+def quiet(monkeypatch, stated_links):
+    """Logs nothing but warnings; links are stated."""
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "level", logging.ERROR)
 
 

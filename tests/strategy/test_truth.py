@@ -8,12 +8,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_osdp import Cluster, OSDPStrategy, PlanMonitor
+from lightning_osdp import OSDPStrategy, PlanMonitor
 from lightning_osdp.core.axes import freed_and_kept
-from lightning_osdp.core.cluster import Link
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.strategy.checkpointing import entries
-from lightning_osdp.strategy.planning import plan_fit
 from tests.strategy.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -55,11 +53,8 @@ class Net(L.LightningModule):
 
 
 @pytest.fixture
-def fit(tmp_path, monkeypatch):
+def fit(tmp_path, stated_links):
     """Fits a model, or goes on with a Trainer; links are stated. Checks all that is said of the plan."""
-    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
-    stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
-    monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
 
     def run(folder, *, module=None, trainer=None, loader_size=32, ckpt_path=None, accumulate=1, **options):
         module = module or Net()

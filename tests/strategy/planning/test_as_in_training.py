@@ -10,9 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_osdp import Cluster, OSDPStrategy
-from lightning_osdp.core.cluster import Link
-from lightning_osdp.strategy.planning import plan_fit
+from lightning_osdp import OSDPStrategy
 from tests.tiers import in_turn, slow
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -146,11 +144,8 @@ class Scheduled(L.LightningModule):
 
 
 @pytest.fixture
-def fit(tmp_path, monkeypatch):
+def fit(tmp_path, stated_links):
     """Fits a module for three steps of each epoch; links are stated."""
-    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
-    stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
-    monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
 
     def run(module, *, max_epochs=1, callbacks=(), ckpt_path=None, **options):
         trainer = L.Trainer(

@@ -9,9 +9,8 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_osdp import Cluster, OSDPStrategy, ProfileError, SearchSpace
-from lightning_osdp.core.cluster import Link
-from lightning_osdp.strategy.planning import plan_fit, profile_fit
+from lightning_osdp import OSDPStrategy, ProfileError, SearchSpace
+from lightning_osdp.strategy.planning import profile_fit
 from tests.strategy.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -37,11 +36,8 @@ class Net(L.LightningModule):
 
 
 @pytest.fixture
-def fit(tmp_path, monkeypatch):
+def fit(tmp_path, stated_links):
     """Fits a module for two steps; links are stated."""
-    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
-    stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
-    monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
 
     def run(module, **options):
         trainer = quiet_trainer(

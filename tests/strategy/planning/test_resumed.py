@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_osdp import Cluster, ConfigurationError, InfeasibleError, OSDPStrategy, SearchSpace, scheduler
-from lightning_osdp.core.cluster import Link
+from lightning_osdp import ConfigurationError, InfeasibleError, OSDPStrategy, SearchSpace
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.planner import scheduler
 from lightning_osdp.strategy.checkpointing import entries
 from lightning_osdp.strategy.planning import plan_fit, plan_request
 from tests.strategy.quiet import quiet_trainer
@@ -50,11 +50,8 @@ class Deep(Wide):
 
 
 @pytest.fixture
-def fit(tmp_path, monkeypatch):
+def fit(tmp_path, stated_links):
     """Fits a model; links are stated."""
-    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
-    stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
-    monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
 
     def run(folder, *, module=None, loader_size=64, ckpt_path=None, max_epochs=1, precision="32-true", **options):
         module = module or Wide()
