@@ -31,7 +31,7 @@ from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.profiler import raise_if_fatal, samples_in
 from lightning_osdp.strategy.batching.first_batch import shapes_of
 from lightning_osdp.strategy.dry_run import keeping_less
-from lightning_osdp.strategy.planning.profile_fit import BatchProfiler
+from lightning_osdp.strategy.planning.profile_batch import BatchProfiler
 from lightning_osdp.strategy.racing import Racing
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import last_checkpoint

@@ -16,12 +16,7 @@ from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.planner.engine import effects_of
 from lightning_osdp.planner.scheduler import in_micro_batches
 from lightning_osdp.profiler import fingerprint
-from lightning_osdp.strategy.batching.division import (
-    Division,
-    check_agrees,
-    division_of_plan,
-    division_text,
-)
+from lightning_osdp.strategy.batching.division import Division, check_agrees, division_of_plan, division_text
 from lightning_osdp.strategy.checkpointing.entries import Resumed, read_plan
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.plan_fit import Choice, plan_fit, with_note

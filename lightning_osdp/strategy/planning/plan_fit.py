@@ -38,7 +38,8 @@ from lightning_osdp.strategy.batching.loaders import common_size
 from lightning_osdp.strategy.checkpointing.entries import Resumed
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.plan_request import PlanRequest
-from lightning_osdp.strategy.planning.profile_fit import BatchProfiler, FitProfiler
+from lightning_osdp.strategy.planning.profile_batch import BatchProfiler
+from lightning_osdp.strategy.planning.profile_fit import FitProfiler
 from lightning_osdp.strategy.planning.publish import shown_progress
 from lightning_osdp.strategy.planning.training_step import ParameterGroup
 from lightning_osdp.strategy.runtime.all_ranks import host_group, on_all_ranks, on_rank_zero

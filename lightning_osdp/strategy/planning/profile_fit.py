@@ -1,19 +1,16 @@
-"""Profile of the model of a Trainer that is about to fit, on a batch of its training data, and on later batches."""
+"""Profile of the model of a Trainer that is about to fit, on a batch of its training data."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import dis
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
-from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -22,29 +19,22 @@ from torch.optim import Optimizer
 from lightning_osdp.apply import check_initializable
 from lightning_osdp.callbacks.peak import elements_in
 from lightning_osdp.core.affine import ZERO
-from lightning_osdp.core.axes import STATIONARY
-from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import (
-    ComputePrecision,
-    TrainingStep,
     check_parameters,
     empty_cache,
     halves_of,
     is_out_of_memory,
     profile_model,
-    replica_of,
     resized,
-    stand_in,
-    tensors_in,
     untouched,
     why_not_mean,
     why_state_differs,
     without_values,
 )
-from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest_batch, samples_given, shapes_of
+from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest_batch, samples_given
 from lightning_osdp.strategy.batching.loaders import (
     copy_loader,
     loader_size,
@@ -56,6 +46,7 @@ from lightning_osdp.strategy.batching.loaders import (
 from lightning_osdp.strategy.checkpointing.averaging import with_averages
 from lightning_osdp.strategy.checkpointing.entries import Resumed
 from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.planning.profile_batch import BatchProfiler, as_trained, choices_of
 from lightning_osdp.strategy.planning.same_training import (
     BatchIndex,
     LoggedReductions,
@@ -70,9 +61,7 @@ from lightning_osdp.strategy.planning.training_step import (
     idle_optimizers,
     in_children,
     make_optimizers,
-    mute_logging,
     names_by_group_of,
-    summed_step,
     to_device,
     training_step,
 )
@@ -82,9 +71,6 @@ _HOOKS_BEFORE_STEPS = ("on_fit_start", "on_train_start", "on_train_epoch_start",
 
 _FAR = 2
 """Factor by which a micro-batch may differ from the profiled ones before it is profiled itself."""
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
-_OPERATIONS = 16.0
-"""Operations for each byte that a device moves meanwhile, as `BatchProfiler` takes it, in any precision."""
 
 
 class FitProfiler:
@@ -270,8 +256,8 @@ class FitProfiler:
             profile = profile_model(
                 module,
                 batch,
-                _training(trainer, module, optimizers, num_samples),
-                **_choices(self._options),
+                as_trained(trainer, module, optimizers, num_samples),
+                **choices_of(self._options),
                 together=in_step,
                 progress=self._progress,
             )
@@ -304,142 +290,6 @@ class FitProfiler:
             ) from error
         finally:
             empty_cache(self._device)
-
-
-class BatchProfiler:
-    """Profiler of later batches, by a copy of the whole module that has no values: the module itself is sharded then.
-
-    Training goes on meanwhile. A rank profiles by itself, on fake tensors; nothing is run or timed. Seconds follow from
-    operations, by rates with which the first batch takes as long as was measured.
-
-    Args:
-        trainer: that fits.
-        module: whole still, in automatic optimization.
-        options: of the strategy.
-        known: profile of the module.
-        batch: that it was profiled on; its shapes are kept alone.
-        num_samples: samples in that batch.
-        micro_batch_size: samples that batches have as planned.
-
-    Attributes:
-        shapes: shapes of the first batch with as many samples as planned.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        options: Options,
-        known: ModelProfile,
-        batch: Any,
-        *,
-        num_samples: int,
-        micro_batch_size: int,
-    ) -> None:
-        self._trainer, self._module, self._options, self._known = trainer, module, options, known
-        strided = (tensor for tensor in tensors_in(batch) if tensor.layout is torch.strided)
-        first = copy.deepcopy(batch, {id(tensor): stand_in(tensor) for tensor in strided})
-        planned = resized(first, num_samples, micro_batch_size)  # None where all batches have as many
-        self._first, self.shapes = (first, num_samples), shapes_of(first if planned is None else planned)
-        replica = replica_of(module)
-        assert isinstance(replica, pl.LightningModule)
-        self._replica = replica
-        self._rates: DeviceRates | None = None
-
-    def profile(self, batch: Any, num_samples: int) -> ModelProfile:
-        """Profiles a batch on the device.
-
-        Raises:
-            ProfileError: training_step reads values that fake tensors do not have, or runs other operators than before.
-        """
-        if self._rates is None:
-            self._rates = self._measured(is_cuda=self._trainer.strategy.root_device.type == "cuda")
-        found = self._profile(batch, num_samples, self._rates)
-        if _parts(found) != _parts(self._known):
-            raise ProfileError(
-                "Expected a step on a longer batch to run the operators of the one that was profiled, in blocks with"
-                " the same choices, but it does not."
-            )
-        return dataclasses.replace(
-            found,
-            # what the optimizer keeps of them does not depend on the batch
-            operators=tuple(
-                dataclasses.replace(each, cut=new.cut) for each, new in zip(self._known, found, strict=True)
-            ),
-            optimizer=self._known.optimizer,
-            buffer_bytes=self._known.buffer_bytes,
-            fingerprint=self._known.fingerprint,
-            notes=self._known.notes,
-        )
-
-    def _measured(self, *, is_cuda: bool) -> DeviceRates:
-        """Rates with which the first batch takes as long as was measured."""
-        plain = DeviceRates(flops_per_s=dict.fromkeys(_DTYPES, _OPERATIONS), bytes_per_s=1.0, is_cuda=is_cuda)
-        batch, num_samples = self._first
-        rated = self._profile(batch, num_samples, plain)
-        measured_s, rated_s = (
-            sum((segment.forward_s + segment.backward_s).at(num_samples) for segment in each.segments)
-            for each in (self._known, rated)
-        )
-        factor = rated_s / measured_s if measured_s > 0 else 1.0
-        flops_per_s = dict.fromkeys(_DTYPES, factor * _OPERATIONS)
-        return DeviceRates(flops_per_s=flops_per_s, bytes_per_s=factor, is_cuda=is_cuda)
-
-    def _profile(self, batch: Any, num_samples: int, rates: DeviceRates) -> ModelProfile:
-        trainer, replica = self._trainer, self._replica
-        # users may have frozen parameters since, or put modules into evaluation; sliced ones have other names
-        modules, parameters = dict(self._module.named_modules()), dict(self._module.named_parameters())
-        for name, child in replica.named_modules():
-            if name in modules and self._module.training:  # else this is a validation, and all are in evaluation
-                child.training = modules[name].training
-        for name, parameter in replica.named_parameters():
-            if name in parameters:
-                parameter.requires_grad = parameters[name].requires_grad
-        replica.trainer = trainer
-        try:
-            with mute_logging(trainer, replica):
-                training, choices = _training(trainer, replica, None, num_samples), _choices(self._options)
-                return profile_model(replica, batch, training, rates=rates, known=self._known, **choices)
-        finally:
-            replica.trainer = None
-
-
-def _parts(profile: ModelProfile) -> tuple[object, ...]:
-    """Operators and blocks that plans of a model name, with what the blocks can do."""
-    return [each.name for each in profile], {block.name: [*block.segments] for block in profile.blocks}
-
-
-def _training(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None,
-    num_samples: int,
-) -> TrainingStep:
-    """The step of a module, as the Trainer's strategy and precision have it, on a batch of so many samples."""
-    strategy = trainer.strategy
-    assert isinstance(strategy, FSDPStrategy)
-    config, precision = strategy.mixed_precision_config, ComputePrecision()
-    if config is not None:
-        left_out = tuple(config._module_classes_to_ignore)
-        precision = ComputePrecision(config.param_dtype, left_out, config.reduce_dtype)
-    step = (training_step if module.automatic_optimization else summed_step)(module)
-
-    def run(batch: Any) -> Any:
-        with trainer.precision_plugin.train_step_context():
-            return step(batch)
-
-    return TrainingStep(run, optimizers, precision, num_samples, strategy.root_device)
-
-
-def _choices(options: Options) -> dict[str, Any]:
-    """Arguments of `profile_model` for what a plan may choose."""
-    activations = ("keep", "recompute") if options.recomputed else options.search_space.activations
-    return {
-        "activations": ("keep",) if options.cost_model == "paper" else activations,
-        "blocks": options.recomputed or None,
-        "exchanges": STATIONARY.name in options.search_space.modes,
-        "on_host": "host" in options.search_space.states,
-    }
 
 
 @contextmanager
