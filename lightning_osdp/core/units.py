@@ -11,6 +11,7 @@ from types import MappingProxyType
 from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import BlockProfile, ModelProfile, OperatorProfile, ParameterProfile, Segment, Span
+from lightning_osdp.core.text.names import upwards
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -421,5 +422,4 @@ def _child(name: str) -> str:
 
 def _ancestors(name: str) -> Sequence[str]:
     """Qualified names of the modules above ``name``, nearest first, ending with the root."""
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts) - 1, -1, -1)]
+    return [*upwards(name)[1:], ""]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_osdp.apply.internals import access
 from lightning_osdp.apply.preparing.initialize import tensors_of
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.text.names import upwards
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.operations.splitting import compiled_whole, splittable
 from lightning_osdp.operations.stationary import refusal
@@ -111,7 +111,7 @@ def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:
                 " there. Plan anew by leaving out `plan=`."
             )
         for operator in unit.operators:
-            holder = unit_at[_nearest(operator, unit_at)]
+            holder = unit_at[next((name for name in upwards(operator) if name in unit_at), "")]
             if holder != unit.name:
                 raise PlanMismatchError(
                     f"Expected operator {operator!r} inside unit {unit.name!r}, as the plan says, but fully_shard"
@@ -193,11 +193,3 @@ def _check_compiled(plan: Plan, module: nn.Module) -> None:
                     f" {inside!r}: nothing can be all-gathered within one graph. Plan anew by leaving out `plan=`, or"
                     " compile without fullgraph."
                 )
-
-
-def _nearest(operator: str, units: Collection[str]) -> str:
-    """Unit that takes the parameters of an operator: the nearest module at or above the operator that is a unit."""
-    name = operator
-    while name and name not in units:
-        name = name.rpartition(".")[0]
-    return name

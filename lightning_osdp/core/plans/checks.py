@@ -8,6 +8,7 @@ from lightning_osdp.core.axes import ANYTHING, AXES, LEVELS, NAMED_MODES, Treatm
 from lightning_osdp.core.exchange import KINDS, numbers_of_operators
 from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.parts import Block, Unit
+from lightning_osdp.core.text.names import upwards
 from lightning_osdp.errors import PlanFormatError
 
 
@@ -117,9 +118,7 @@ def check_blocks(blocks: tuple[Block, ...], source: str) -> None:
                 f"Expected {where} to name results in ascending order in 'kept' if it is at one of {LEVELS}, and none"
                 f" else, got {block.activations!r} with {[*block.kept]}."
             )
-        parts = block.name.split(".")
-        around = {".".join(parts[:length]) for length in range(1, len(parts))}
-        if not block.name or around & names:
+        if not block.name or not names.isdisjoint(upwards(block.name)[1:]):
             raise PlanFormatError(f"Expected no block of {source} inside another, and not the root, got {where}.")
 
 

@@ -7,6 +7,17 @@ from collections.abc import Iterable
 _Pattern = tuple[frozenset[str], ...]
 
 
+def upwards(name: str) -> list[str]:
+    """Names of a module and of those around it, the innermost first; without the root.
+
+    Example:
+        >>> upwards("h.0.mlp")
+        ['h.0.mlp', 'h.0', 'h']
+    """
+    parts = name.split(".") if name else []
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+
+
 def is_inside(name: str, modules: Iterable[str]) -> bool:
     """True if what has this name is one of these modules but the root, or inside one."""
     return any(f"{name}.".startswith(f"{module}.") for module in modules)

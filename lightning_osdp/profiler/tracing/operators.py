@@ -11,7 +11,7 @@ that lie below that module in the tree and in no unit of their own. So a module 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,6 +19,7 @@ from torch._dynamo import OptimizedModule
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_osdp.core.text.names import upwards
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.operations.splitting import compiled_whole
 from lightning_osdp.profiler.tracing.calls import Calls
@@ -111,7 +112,7 @@ class _Tree:
         self._paths: dict[str, list[list[str]]] = {}
         by_path = dict(module.named_modules(remove_duplicate=False))
         for path, child in by_path.items():
-            self._paths.setdefault(self._names[child], []).append([self._names[by_path[p]] for p in _up(path)])
+            self._paths.setdefault(self._names[child], []).append([self._names[by_path[p]] for p in upwards(path)])
         # A unit is named by its only place in the tree. A parametrization belongs to the module whose tensor it makes.
         num_places = Counter(child for parent in self.modules.values() for child in parent._modules.values())
         self.unwrappable = {
@@ -134,12 +135,6 @@ class _Tree:
     def around(self, name: str) -> set[str]:
         """Module and the modules above it on any path, the root left out."""
         return {above for path in self._paths[name] for above in path}
-
-
-def _up(path: str) -> Iterator[str]:
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
 
 
 def _enclosing(tree: _Tree, owners: Mapping[str, list[nn.Parameter]], calls: Calls) -> dict[str, tuple[str, ...]]:

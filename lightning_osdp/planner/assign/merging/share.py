@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from lightning_osdp.core.axes import DP, Treatment
+from lightning_osdp.core.text.names import upwards
 from lightning_osdp.core.units import UnitProfile, merged
 from lightning_osdp.planner.assign.additive import NO_GAIN, Modes
 from lightning_osdp.planner.assign.menu import subject_of
@@ -153,15 +154,9 @@ def _inside(units: Collection[UnitProfile]) -> dict[str, list[int]]:
     """Places of the units at a module or below, in order, by name of the module; only modules that have any."""
     inside: dict[str, list[int]] = {}
     for index, unit in enumerate(units):
-        for name in _upwards(unit.name):
+        for name in upwards(unit.name):
             inside.setdefault(name, []).append(index)
     return inside
-
-
-def _upwards(name: str) -> list[str]:
-    """The module and those above it, without the root."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
 def _structure(setting: Setting, inside: Sequence[int]) -> tuple[object, ...]:
@@ -180,7 +175,7 @@ def _stacks(setting: Setting) -> set[str]:
     found = set()
     for names in structures.values():
         equal = set(names)
-        apart = [name for name in names if equal.isdisjoint(_upwards(name)[1:])]
-        held = Counter(module for name in apart for module in _upwards(name)[1:])
+        apart = [name for name in names if equal.isdisjoint(upwards(name)[1:])]
+        held = Counter(module for name in apart for module in upwards(name)[1:])
         found |= {module for module, count in held.items() if count > 1}
     return found
