@@ -432,7 +432,7 @@ def test_a_fit_that_ends_in_a_race_is_resumed_and_one_that_has_had_a_race_has_no
         assert later == (expected if goes_on else {})
 
 
-@pytest.mark.slow  # tests/planner/scheduler/test_pace.py says when they do
+@pytest.mark.slow  # tests/planner/scheduler/replanning/test_pace.py says when they do
 def test_plans_race_again_when_steps_have_become_slower_but_not_too_often(ranks):
     for found in ranks(2).run(becomes_slower):
         assert (found["apart"], found["won"], found["is written"]) == (0.0, 2, True)
