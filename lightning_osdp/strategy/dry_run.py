@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +20,12 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.callbacks.peak import planned_tensors, unplanned_tensors
-from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.operations.optimizers import copied, states_of
-from lightning_osdp.planner.scheduler import freeable_bytes, in_micro_batches, with_less_memory
+from lightning_osdp.planner.scheduler import freeable_bytes, in_micro_batches, recomputing, with_less_memory
 from lightning_osdp.profiler import (
     Census,
     LiveBytes,
@@ -113,7 +112,7 @@ def _without_unsound_levels(
     if refused:
         why = "results that their forward keeps are not what running it again returns"
     elif error and levels:
-        model.use(_recomputing(plan, levels))
+        model.use(recomputing(plan, levels))
         without = in_step(partial(run_dry, trainer, model.sharded), stage="dry run")
         if any(dry_run.error and not dry_run.place for dry_run in without):
             model.use(plan)
@@ -125,31 +124,10 @@ def _without_unsound_levels(
     note = f"dry run: blocks of {', '.join(kinds)} recompute everything, for {why}"
     if not dry_runs[0].refused:  # rank 0 has said so
         rank_zero_warn(f"OSDP: {note}.")
-    sound = dataclasses.replace(_recomputing(plan, refused), notes=(*plan.notes, note))
+    sound = dataclasses.replace(recomputing(plan, refused), notes=(*plan.notes, note))
     model.use(sound)
     publish(trainer, sound)
     return dry_runs
-
-
-def _recomputing(plan: Plan, names: Collection[str]) -> Plan:
-    """Plan in which these blocks keep no results."""
-    more = {block.name: block for block in plan.recomputable}
-
-    def changed(block: Block) -> Block:
-        left = more.get(block.name, Block(name=block.name, treatment=block.treatment))
-        return dataclasses.replace(
-            block,
-            treatment=block.treatment.but(saves="recompute"),
-            kept=(),
-            frees_bytes=block.frees_bytes + left.frees_bytes,
-            costs_s=block.costs_s + left.costs_s,
-        )
-
-    return dataclasses.replace(
-        plan,
-        blocks=tuple(changed(block) if block.name in names else block for block in plan.blocks),
-        recomputable=tuple(block for block in plan.recomputable if block.name not in names),
-    )
 
 
 def _log_result(dry_runs: Sequence[DryRun], took_s: float) -> None:

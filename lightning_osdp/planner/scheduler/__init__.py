@@ -4,7 +4,7 @@
 """
 
 from lightning_osdp.planner.scheduler.by_hand import BY_HAND, HandMade, made_by_hand
-from lightning_osdp.planner.scheduler.fallback import freeable_bytes, in_micro_batches, with_less_memory
+from lightning_osdp.planner.scheduler.fallback import freeable_bytes, in_micro_batches, recomputing, with_less_memory
 from lightning_osdp.planner.scheduler.planning import ANY_PREFETCH, PlanMethod, judge_plan, make_plan, method_of
 from lightning_osdp.planner.scheduler.replanning.candidates import (
     Racer,
@@ -48,6 +48,7 @@ __all__ = [
     "made_by_hand",
     "make_plan",
     "method_of",
+    "recomputing",
     "room_for_longer",
     "thriftier",
     "times_longer",

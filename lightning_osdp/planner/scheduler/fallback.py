@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_osdp.core.axes import AXES
@@ -47,6 +47,14 @@ def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
         freed_bytes += best.freed_bytes
         lost_s += best.lost_s
     return None if lower is plan else _predicted(plan, lower, freed_bytes, lost_s)
+
+
+def recomputing(plan: Plan, names: Iterable[str]) -> Plan:
+    """The plan with these of its blocks recomputing everything, whatever results they kept."""
+    more = {block.name: block for block in plan.recomputable}
+    for block in Block.recomputing(names):
+        plan = _moved(plan, more.get(block.name, block))
+    return plan
 
 
 def in_micro_batches(plan: Plan, workload: Workload) -> Plan:
