@@ -301,11 +301,12 @@ class ReusableModel:
         return self.lasting or self.sharded.plan
 
     def use(self, plan: Plan) -> None:
-        """Changes to another plan with the same units, and perhaps other micro-batches."""
+        """Changes to another plan with the same units, and perhaps other micro-batches, which lasts from now on."""
         before = self.sharded.plan
         assert before is not None
         self.sharded.use(plan, may_divide=True)
         self._earlier_plans.append(before)
+        self.lasting = None
 
     def begin_race(self) -> None:
         """Notes the plan in use, before others take turns."""
