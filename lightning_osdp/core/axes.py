@@ -1,7 +1,7 @@
 """Axes: every choice that there is, declared once; and treatments: what is chosen for a subject.
 
-`engine.effects` says what each value does in a step, and `apply` carries it out. Nothing else asks for values by their
-names.
+`planner.engine.effects` says what each value does in a step, and `apply` carries it out. Nothing else asks for values
+by their names.
 """
 
 from __future__ import annotations

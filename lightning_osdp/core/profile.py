@@ -200,7 +200,7 @@ class Level:
 
     kept: tuple[int, ...]
     """Results that stay from forward to backward: positions, from 0 and ascending, among the block's heavy operations
-    in the order in which its forward dispatches them, see `recomputation.is_heavy`."""
+    in the order in which its forward dispatches them, see `operations.recomputation.is_heavy`."""
     rerun_s: Affine = ZERO
     """Seconds of what runs again, and of keeping and finding the results."""
 

@@ -23,7 +23,7 @@ and a copy of it. An exchange holds what is sent and what is received; forward h
 input itself besides, which nothing saves.
 
 References:
-    `stationary.exchanges`, which these count.
+    `operations.stationary.exchanges`, which these count.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class BlockOperations:
     num_again: int
     """Number of the first operations that checkpointing runs again."""
     heavy: tuple[int, ...]
-    """Places of heavy operations, see `recomputation.is_heavy`."""
+    """Places of heavy operations, see `operations.recomputation.is_heavy`."""
     span: Span
     """Segments of the block, of the model that was followed."""
     by_segment: Mapping[int, Counter[Operation]]
