@@ -19,6 +19,7 @@ from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ProfileError, RanksApartError, UntraceableError
+from lightning_osdp.operations.splitting import inside_compiled
 from lightning_osdp.profiler.machine.memory import is_out_of_memory, raise_if_fatal
 from lightning_osdp.profiler.optimizer import OptimizedParameter, profile_optimizers
 from lightning_osdp.profiler.parts.blocks import (
@@ -137,9 +138,10 @@ def profile_model(
         again = _again(step, trace, seconds, seconds_of, with_results=SELECTIVE in activations)
         operators = find_operators(module, trace.calls)
         segments, levels = profile_segments(operators, trace, seconds), {}
-        if SELECTIVE in activations and again and known is not None:
+        has_levels = SELECTIVE in activations and again and not _run_graphs(module, trace.blocks)
+        if has_levels and known is not None:
             levels = known_levels(known)
-        elif SELECTIVE in activations and again:
+        elif has_levels:
             # by the rates of another device nothing is timed
             overhead = level_overhead if rates is None else partial(stated_overhead, rates)
             has_device = device.type != "cpu" if rates is None else rates.is_cuda
@@ -273,6 +275,12 @@ def _again(
             raise
         _log.info("OSDP: blocks are taken to run all of their forward again, for operations cannot be timed: %s", error)
         return {}
+
+
+def _run_graphs(module: nn.Module, blocks: Iterable[str]) -> bool:
+    """Tells if blocks run compiled code, in which no operation is seen whose results could be kept."""
+    in_graphs = inside_compiled(module)
+    return any(each in in_graphs for name in blocks for each in module.get_submodule(name).modules())
 
 
 def _first_dimension(batch: Any) -> int:

@@ -13,7 +13,9 @@ from lightning_osdp.apply.activations.blocks import BlockForwards
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.errors import PlanMismatchError
+from lightning_osdp.operations.splitting import compiled_whole
 from lightning_osdp.profiler import LiveBytes
+from tests.tiers import but_slow
 
 CPU = torch.device("cpu")
 CHOICES = ("recompute", "offload", "recompute_offload")
@@ -415,6 +417,52 @@ def test_a_compiled_block_does_as_chosen(activations):
         found = torch.autograd.grad(loss, [*net.parameters()])
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert counts[0] == counts[2] < counts[1]
+
+
+COMPILED = {
+    "in place": lambda net, **options: net[1].compile(**options),
+    "whole": lambda net, **options: net[1].compile(fullgraph=True, **options),
+    "wrapped": lambda net, **options: net.__setitem__(1, torch.compile(net[1], **options)),
+    "around": lambda net, **options: net.compile(**options),
+}
+
+
+# dynamo of torch 2.14 looks at the gradients of whatever a frame gets
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("how", but_slow(COMPILED, slow=["wrapped", "around"]))
+def test_what_is_compiled_of_a_block_stays_so_where_it_recomputes(how):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)), nn.Linear(8, 1))
+    x, compiled = torch.randn(5, 8), []
+
+    def backend(graph, inputs):
+        compiled.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    expected = torch.autograd.grad(net(x).sum(), [*net.parameters()])
+    COMPILED[how](net, backend=backend)
+    forwards = BlockForwards(net, CPU)
+    for blocks in ([Block(name="1", treatment=Treatment(saves="recompute"))], []):
+        forwards.choose(blocks, units=())
+        for _ in range(2):
+            found = torch.autograd.grad(net(x).sum(), [*net.parameters()])
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert any("tanh" in target.lower() for targets in compiled for target in targets), compiled
+    assert compiled_whole(net) == (["1"] if how == "whole" else [])  # as it was
+
+
+# dynamo of torch 2.14 looks at the gradients of whatever a frame gets
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_copy_of_a_compiled_block_is_a_block_of_its_own():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 64), nn.Tanh()))
+    net[1].compile(backend="eager")
+    BlockForwards(net, CPU).choose([Block(name="1", treatment=Treatment(saves="recompute"))], units=())
+    twin, x = copy.deepcopy(net), torch.ones(5, 8)
+    with torch.no_grad():
+        twin[1][0].weight.zero_()
+    assert torch.equal(twin(x), twin[1][0].bias.tanh().expand(5, 64))
+    assert not torch.equal(net(x), twin(x))
 
 
 # ---- levels: blocks that recompute but for results of some operations

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -28,6 +29,7 @@ from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.operations.recomputation import KeptResults
+from lightning_osdp.operations.splitting import compiler_of
 from lightning_osdp.planner.engine import SAVING
 
 _log = logging.getLogger(__name__)
@@ -64,7 +66,9 @@ class BlockForwards:
         for module, block in chosen.items():
             if module not in self._replaced:
                 is_unit = block.name in units and not any(unit.startswith(f"{block.name}.") for unit in units)
-                self._replaced[module] = module.forward = BlockForward(module, self.memory, is_unit=is_unit)
+                compiler = self._compiler_around(block.name)
+                forward = BlockForward(module, self.memory, is_unit=is_unit, compiler=compiler)
+                self._replaced[module] = module.forward = forward
         for module, forward in self._replaced.items():
             if module not in chosen:
                 forward.choose(KEEP)
@@ -73,6 +77,12 @@ class BlockForwards:
             else:
                 kept = KeptResults(chosen[module].kept, functools.partial(self._refuse, type(module)))
                 forward.choose(chosen[module].activations, kept)
+
+    def _compiler_around(self, name: str) -> Any:
+        """Compiler of the nearest of a block and the modules around it; None where none of them is compiled."""
+        around = (name[:end] for end in range(len(name), 0, -1) if end == len(name) or name[end] == ".")
+        compilers = (compiler_of(self._module.get_submodule(each)) for each in (*around, ""))
+        return next((each for each in compilers if each is not None), None)
 
     def _refuse(self, kind: type[nn.Module]) -> None:
         """Has all blocks of a class recompute everything from now on."""
@@ -95,16 +105,31 @@ class BlockForward:
     """Forward of a block, which can keep less for backward than the block's own.
 
     Hooks of the block do not run again when it recomputes. ``is_unit`` says that the block is a unit with none inside.
+    A ``compiler`` compiles the block's own forward alone: code around it drops and restores tensors, which no graph can
+    have. Where some results are kept, the block runs as eager code.
     """
 
-    def __init__(self, block: nn.Module, memory: HostMemory, *, is_unit: bool) -> None:
+    def __init__(self, block: nn.Module, memory: HostMemory, *, is_unit: bool, compiler: Any = None) -> None:
         self.block, self.memory, self.activations = block, memory, KEEP
         self.kept: KeptResults | None = None
-        self._run: Callable[..., Any] = block.forward
+        self._own: Callable[..., Any] = block.forward
+        self._compiled = self._own
+        if compiler is not None and not isinstance(block, OptimizedModule):  # whose forward is compiled as it is
+            self._compiled = compiler(self._own)
+            if block._compiled_call_impl is not None:
+                block._compiled_call_impl = _Call(block, compiler)
         self._buffers = Buffers(block)
         self._is_unit = is_unit
         self._reentrant: Reentrant | None = None
-        functools.update_wrapper(self, self._run, updated=())
+        functools.update_wrapper(self, self._own, updated=())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of a copy, which is not compiled, as copies of modules are not."""
+        return {**vars(self), "_compiled": self._own}
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block as if it kept everything."""
+        return self._compiled(*args, **kwargs)
 
     def choose(self, activations: str, kept: KeptResults | None = None) -> None:
         """Sets what the next forward does with the tensors that the block saves, and which results it keeps."""
@@ -143,9 +168,10 @@ class BlockForward:
             (nullcontext(), nullcontext()) if kept is None else kept.contexts(is_training=self.block.training)
         )
         num_args, names = len(args), tuple(kwargs)  # the function that runs again must not hold the inputs
+        forward = self._run if kept is None else self._own
 
         def run(*given: Any) -> Any:
-            return self._run(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
+            return forward(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
 
         # Tensors are saved as inputs, and so go to the host, only if they are given by position.
         outputs = checkpoint(
@@ -175,6 +201,17 @@ class BlockForward:
             reentrant.is_learning = False
         with self._buffers.as_they_were(values), handing_back:
             yield
+
+
+class _Call:
+    """Call of a block that is compiled in place, when its forward alone is to be compiled."""
+
+    def __init__(self, block: nn.Module, compiler: Any) -> None:
+        self._block, self.compiler = block, compiler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs hooks and forward of the block; returns its outputs."""
+        return self._block._call_impl(*args, **kwargs)
 
 
 class _Anew(ExitStack):

@@ -78,8 +78,8 @@ def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
 
     Raises:
         PlanMismatchError: the plan is for another model, see `apply_plan`.
-        ConfigurationError: a unit has trainable parameters of several dtypes, or slices and several operators, or is
-            inside a module that is compiled whole.
+        ConfigurationError: a unit has trainable parameters of several dtypes, or slices and several operators; or it
+            is inside a module that is compiled whole, or a block is.
     """
     modules = dict(module.named_modules())
     _check_units(plan, modules)
@@ -185,6 +185,13 @@ def _check_parameters(plan: Plan, module: nn.Module) -> None:
 
 def _check_compiled(plan: Plan, module: nn.Module) -> None:
     for whole in compiled_whole(module):
+        block = next((each.name for each in plan.blocks if not whole or each.name.startswith(f"{whole}.")), None)
+        if block is not None:
+            raise ConfigurationError(
+                f"Expected no block that recomputes or offloads inside {repr(whole) if whole else 'the model'}, which"
+                f" is compiled with fullgraph=True, but the plan has {block!r}: nothing can be dropped within a graph."
+                " Plan anew by leaving out `plan=`, or compile without fullgraph."
+            )
         for unit in plan.units:
             inside = next((name for name in unit.wrapped_modules if name.startswith(f"{whole}.")), None)
             if inside is not None:

@@ -228,7 +228,20 @@ def compiled_whole(module: nn.Module) -> list[str]:
         >>> compiled_whole(net)
         ['0']
     """
-    return [name for name, child in module.named_modules() if _is_whole(child)]
+    return [name for name, child in module.named_modules() if getattr(compiler_of(child), "fullgraph", False)]
+
+
+def compiler_of(module: nn.Module) -> Any:
+    """Context of dynamo that compiles a module: by ``torch.compile(module)``, in place, or by Lightning; else None."""
+    if isinstance(module, OptimizedModule):
+        return module.dynamo_ctx
+    if getattr(module, "_compiler_ctx", None) is not None:
+        return module._compiler_ctx["dynamo_ctx"]  # type: ignore[index]
+    call = module._compiled_call_impl
+    if call is None or hasattr(call, "compiler"):
+        return getattr(call, "compiler", None)
+    # Only this function knows the compiler, as a variable that it encloses; other versions of torch may differ.
+    return getclosurevars(call).nonlocals.get("self")
 
 
 def _splitter(module: nn.Module) -> type[SplitModule] | None:
@@ -266,11 +279,3 @@ def _is_changed(module: nn.Module, splitter: type[SplitModule]) -> bool:
         or any(vars(module)[hooks] for hooks in _HOOKS)
         or any(parameters[name].shape[dim] != getattr(module, splitter.features) for name, dim in cuts.items())
     )
-
-
-def _is_whole(module: nn.Module) -> bool:
-    if isinstance(module, OptimizedModule):
-        return bool(module.dynamo_ctx.fullgraph)
-    call = module._compiled_call_impl
-    # Only this function knows the compiler, as a variable that it encloses; other versions of torch may differ.
-    return call is not None and getattr(getclosurevars(call).nonlocals.get("self"), "fullgraph", False)

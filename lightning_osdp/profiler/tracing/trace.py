@@ -12,6 +12,7 @@ from torch import nn
 from lightning_osdp.core.axes import KEEP, LEVELS
 from lightning_osdp.core.profile import Span
 from lightning_osdp.errors import ProfileError, UntraceableError
+from lightning_osdp.operations.splitting import compiled_whole
 from lightning_osdp.profiler.machine.memory import raise_if_fatal
 from lightning_osdp.profiler.step.run_step import StepRunner, TrialRun, another_size, check_loss
 from lightning_osdp.profiler.tracing.calls import Calls, recorded_calls
@@ -205,9 +206,11 @@ def find_blocks(module: nn.Module, calls: Calls, given: Collection[nn.Module] | 
 
     A block is called once. Where blocks would lie inside each other, the outermost is taken. If none are given, blocks
     are modules of several operators that stand in one container with others of their class: one operator's input is
-    all that it saves.
+    all that it saves. Inside of what is compiled whole there are none: nothing can be dropped within one graph.
     """
     repeated = _repeated(module) if given is None else frozenset()
+    whole = [f"{name}." if name else "" for name in compiled_whole(module)]
+    repeated = frozenset(name for name in repeated if not any(name.startswith(each) for each in whole))
     blocks: dict[str, Span] = {}
     for name, child in module.named_modules():
         spans = calls.spans.get(name, [])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.conv import _ConvNd
+
+from lightning_osdp.operations.splitting import compiler_of
 
 
 def warn_of_gpu(module: nn.Module, device: torch.device) -> None:
@@ -30,11 +31,5 @@ def warn_of_gpu(module: nn.Module, device: torch.device) -> None:
 
 def _records_graphs(module: nn.Module) -> bool:
     """Tells whether a module is compiled with CUDA graphs: by a wrapper, in place, or by Lightning."""
-    if isinstance(module, OptimizedModule):
-        config = module.dynamo_ctx.compiler_config
-    elif getattr(module, "_compiler_ctx", None) is not None:
-        config = module._compiler_ctx["dynamo_ctx"].compiler_config  # type: ignore[index,union-attr]
-    else:
-        get_config = getattr(module._compiled_call_impl, "get_compiler_config", None)
-        config = None if get_config is None else get_config()
+    config = getattr(compiler_of(module), "compiler_config", None)
     return bool((config or {}).get("triton.cudagraphs"))

@@ -1,5 +1,6 @@
 """Models of which torch compiles a part, or all, train as under DDP."""
 
+import dataclasses
 import shutil
 import tempfile
 from functools import partial
@@ -12,6 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy
+from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.plans.parts import Block
 from tests.distributed.support.fits import EVERYTHING, trainer, without_measuring
 from tests.distributed.support.models import Base, OddMLP
 from tests.distributed.support.user_runs import (
@@ -110,13 +113,16 @@ def planned(how, **options):
 
 
 def refused():
-    """Returns errors of plans with a unit inside what is compiled whole."""
+    """Returns errors of plans with a unit inside what is compiled whole, and of one with a block there."""
     found = []
     for how in ("both", "first in place"):
         make = partial(Compiled, how=how, backend="eager", fullgraph=True)
         strategy = OSDPStrategy(plan=plan_with(make, "mixed"))
         found.append(refusal(partial(fitted, strategy, make())))
-    return found
+    make = partial(Compiled, how="all in place", backend="eager", fullgraph=True)
+    blocks = (Block(name="blocks.0", treatment=Treatment(saves="recompute")),)
+    strategy = OSDPStrategy(plan=dataclasses.replace(plan_with(make, "mixed"), blocks=blocks))
+    return found, refusal(partial(fitted, strategy, make()))
 
 
 def resumed():
@@ -202,11 +208,16 @@ def test_a_block_that_is_compiled_whole_is_one_unit(ranks, how):
     assert units == ["", "blocks.0", "blocks.1", "last"]
 
 
-def test_a_unit_inside_what_is_compiled_whole_is_refused(ranks):
-    for told in ranks(2).run(refused)[0]:
+def test_units_and_blocks_inside_of_what_is_compiled_whole_are_refused(ranks):
+    units, block = ranks(2).run(refused)[0]
+    for told in units:
         assert told.startswith(
             "ConfigurationError: Expected no unit inside 'blocks.0', which is compiled with fullgraph"
         )
+    assert block.startswith(
+        "ConfigurationError: Expected no block that recomputes or offloads inside the model, which is compiled with"
+        " fullgraph=True, but the plan has 'blocks.0'"
+    )
 
 
 @pytest.mark.slow

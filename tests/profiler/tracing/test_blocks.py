@@ -278,6 +278,21 @@ class Heads(Attention):
         return x + scale * self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)), None
 
 
+def test_blocks_that_run_compiled_code_have_no_levels_and_none_are_inside_of_what_is_compiled_whole():
+    rates = DeviceRates(flops_per_s={"float32": 1e9}, bytes_per_s=1e12)
+    found = []
+    for compiled, options in ("mlps.0.up", {}), ("mlps.1", {"fullgraph": True}), ("mlps", {"fullgraph": True}):
+        model = Model(num_blocks=2)
+        model.get_submodule(compiled).compile(backend="eager", **options)
+        found.append(profiled(model, ("keep", "recompute", "selective"), rates=rates).blocks)
+    assert [[block.name for block in blocks] for blocks in found] == [
+        *[["attentions.0", "mlps.0", "attentions.1", "mlps.1"]] * 2,
+        ["attentions.0", "attentions.1"],
+    ]
+    assert not any(block.levels for blocks in found[:2] for block in blocks)
+    assert all(block.levels for block in found[2])
+
+
 def test_blocks_whose_kernels_only_forward_chooses_keep_what_they_save():
     class Chosen(Model):
         def __init__(self):
