@@ -6,10 +6,10 @@ that. Memory that comes free goes to what saves most seconds for a byte, as far 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_osdp.core.axes import STATIONARY, freed_and_kept
 from lightning_osdp.core.cluster import Cluster
@@ -18,18 +18,13 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import CHUNKS, ModelProfile, in_chunks
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
 from lightning_osdp.core.text.duration import format_seconds
-from lightning_osdp.core.units import partition
-from lightning_osdp.planner.cost import unit_s
-from lightning_osdp.planner.engine import engine_of
-from lightning_osdp.planner.simulation import StepEstimate, planned_step, simulate
+from lightning_osdp.planner.scheduler import WORTH_MOVING_ACTIVATIONS, moving_operators
+from lightning_osdp.planner.simulation import StepEstimate, simulate
 
 WORTH = 0.02
 """Fraction of the seconds of a step that a change must save."""
 WORTH_ANOTHER_BATCH = 0.1
 """Fraction of the seconds of a sample that a change must save where the samples of an optimizer step change with it."""
-WORTH_MOVING_ACTIVATIONS = 0.2
-"""Fraction of the seconds of a step that must be saved by activations that move in place of weights: steps of many
-small collectives have taken up to 1.6 times as long as was predicted."""
 DOMINANT = 0.5
 """Fraction of the peak above which activations are to be looked at."""
 _LEAST_MORE = 1.1
@@ -215,53 +210,20 @@ def _recompute(case: _Case) -> Iterator[Advice]:
 
 def _moving_activations(case: _Case) -> Iterator[Advice]:
     """Advice to move activations of operators, each by itself, whose weights take longer."""
-    plan, modes = case.plan, case.plan.search_space.modes
-    if STATIONARY.name in modes or plan.cost_model == "paper":
+    modes = case.plan.offered.modes
+    changed = None if STATIONARY.name in modes else moving_operators(case.plan, case.profile, case.cluster)
+    if changed is None:
         return
-    step, _ = planned_step(plan, case.profile, case.cluster)
-    alone = partition(step.profile, min_unit_bytes=plan.search_space.min_unit_bytes)
-    planned = {name: unit.treatments[0] for unit in plan.units for name in unit.operators}
-    given: dict[str, Any] = {"cluster": case.cluster, "workload": step.workload, "engine": engine_of(plan)}
-    moved = [
-        Unit(
-            name=unit.name,
-            operators=(unit.name,),
-            kind=unit.kind,
-            treatments=(STATIONARY,),
-            exchange=unit.exchange.kind,
-        )
-        for unit in alone
-        if unit.exchange is not None and unit_s(unit, STATIONARY, **given) < unit_s(unit, planned[unit.name], **given)
-    ]
-    if not moved:
-        return
-    changed = replace(plan, units=(*_without(plan.units, {unit.name for unit in moved}), *moved))
-    found = case.simulated(changed)
-    saves = case.saves(changed, found)
-    if saves >= WORTH_MOVING_ACTIVATIONS and found.peak.peak_bytes <= plan.memory_limit_bytes:
-        operators = "1 operator" if len(moved) == 1 else f"{len(moved)} operators"
+    step = case.simulated(changed)
+    saves = case.saves(changed, step)
+    if saves >= WORTH_MOVING_ACTIVATIONS and step.peak.peak_bytes <= case.plan.memory_limit_bytes:
+        number = sum(unit.treatments == (STATIONARY,) for unit in changed.units)
         yield Advice(
             change="modes",
-            sentence=f"SearchSpace(modes={(*modes, STATIONARY.name)}) {_told(case, found, saves)}: activations of"
-            f" {operators} would move in place of weights",
+            sentence=f"SearchSpace(modes={(*modes, STATIONARY.name)}) {_told(case, step, saves)}: activations of"
+            f" {number} {'operator' if number == 1 else 'operators'} would move in place of weights",
             saves=saves,
         )
-
-
-def _without(units: Sequence[Unit], operators: Collection[str]) -> Iterator[Unit]:
-    """Units without these operators, which are modules."""
-    for unit in units:
-        left = tuple(name for name in unit.operators if name not in operators)
-        modules = tuple(name for name in unit.modules if name not in operators)
-        if left == unit.operators:
-            yield unit
-        elif left or not unit.name:
-            yield replace(
-                unit,
-                name=modules[0] if modules else unit.name,
-                operators=left,
-                modules=modules if len(modules) > 1 else (),
-            )
 
 
 def _other_micro_batches(case: _Case) -> Iterator[Advice]:

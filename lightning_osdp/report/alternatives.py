@@ -91,11 +91,11 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
         ConfigurationError: the plan has no such operator; the text has the nearest names.
         PlanMismatchError: the plan is for another model or another number of ranks.
     """
-    unit, profile = _unit_of(plan, operator), plan.search_space.of(profile)
+    unit, space = _unit_of(plan, operator), plan.offered
+    profile = space.of(profile)
     blocks = [block for block in profile.blocks if is_inside(operator, [block.name])]
     block = blocks[0].name if blocks else ""
     planned = planned_activations(plan, profile).get(block, KEEP)
-    space = plan.search_space
     places = {*space.states, *(each["states"] for each in unit.treatments)}  # frozen units have theirs on the device
     usual = {*SearchSpace().saves, *space.saves, *(each.activations for each in plan.blocks)}
     choices = [KEEP, *(choice for choice in blocks[0].segments if choice in usual)] if blocks else [KEEP]

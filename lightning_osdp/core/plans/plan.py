@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_osdp.core.axes import NAMED_MODES
+from lightning_osdp.core.axes import NAMED_MODES, STATIONARY
 from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.checks import check_blocks, check_choice, check_levels, check_units, from_schema_3
 from lightning_osdp.core.plans.document import as_json, read_value, shown, write_whole
@@ -120,6 +120,14 @@ class Plan:
     def needs_nodes(self) -> bool:
         """True if a unit is treated otherwise inside of nodes than between them."""
         return any(treatment.needs_nodes for unit in self.units for treatment in unit.treatments)
+
+    @property
+    def offered(self) -> SearchSpace:
+        """Search space with what its units do: they may move activations where nobody has named that."""
+        space = self.search_space
+        moves = any("moves" in treatment for unit in self.units for treatment in unit.treatments)
+        is_named = not moves or STATIONARY.name in space.modes
+        return space if is_named else replace(space, modes=(*space.modes, STATIONARY.name))
 
     @property
     def given_blocks(self) -> dict[str, str]:

@@ -5,7 +5,15 @@
 
 from lightning_osdp.planner.scheduler.by_hand import BY_HAND, HandMade, made_by_hand
 from lightning_osdp.planner.scheduler.fallback import freeable_bytes, in_micro_batches, recomputing, with_less_memory
-from lightning_osdp.planner.scheduler.planning import ANY_PREFETCH, PlanMethod, judge_plan, make_plan, method_of
+from lightning_osdp.planner.scheduler.planning import (
+    ANY_PREFETCH,
+    WORTH_MOVING_ACTIVATIONS,
+    PlanMethod,
+    judge_plan,
+    make_plan,
+    method_of,
+    moving_operators,
+)
 from lightning_osdp.planner.scheduler.replanning.candidates import (
     Racer,
     are_close,
@@ -29,6 +37,7 @@ __all__ = [
     "ANY_PREFETCH",
     "BY_HAND",
     "WATCHED_STEPS",
+    "WORTH_MOVING_ACTIVATIONS",
     "HandMade",
     "KnownBatch",
     "KnownBatches",
@@ -48,6 +57,7 @@ __all__ = [
     "made_by_hand",
     "make_plan",
     "method_of",
+    "moving_operators",
     "recomputing",
     "room_for_longer",
     "thriftier",

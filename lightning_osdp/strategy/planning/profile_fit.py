@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import dis
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,9 +20,11 @@ from torch.optim import Optimizer
 from lightning_osdp.apply import check_initializable
 from lightning_osdp.callbacks.peak import elements_in
 from lightning_osdp.core.affine import ZERO
+from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
+from lightning_osdp.operations.optimizers import is_elementwise
 from lightning_osdp.profiler import (
     check_parameters,
     empty_cache,
@@ -261,9 +264,23 @@ class FitProfiler:
                 together=in_step,
                 progress=self._progress,
             )
+        own = {each.operators for each in profile.exchanges} if self._may_exchange else set[tuple[str, ...]]()
+        of_all = set.intersection(*in_step(lambda: own, stage="comparing operators"))  # ranks may run other branches
+        exchanges = tuple(each for each in profile.exchanges if each.operators in of_all)
+        profile = dataclasses.replace(profile, exchanges=exchanges)
         if not module.automatic_optimization:
             profile = in_children(profile)
         return with_averages(profile, trainer, self._device)
+
+    @property
+    def _may_exchange(self) -> bool:
+        """True if operators may move activations: unasked only where each backward is told of before it begins.
+
+        Optimizers have to be elementwise then: others may know shards that are cut in rows alone.
+        """
+        is_named = STATIONARY.name in self._options.search_space.modes
+        is_elementwise_step = all(map(is_elementwise, self.optimizers.optimizers))
+        return is_named or (self._module.automatic_optimization and is_elementwise_step)
 
     def of_later_batches(self, known: ModelProfile, micro_batch_size: int) -> BatchProfiler | None:
         """Profiler of later batches, beside the known ones; None where plans are not to change for these.

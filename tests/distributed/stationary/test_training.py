@@ -467,10 +467,10 @@ def test_one_rank_exchanges_nothing(ranks):
 SPACE = SearchSpace(modes=("ZDP", "DP", "stationary"), min_unit_bytes=0, slices=(1,), activations=("keep",))
 
 
-def searched(make):
+def searched(make, space=SPACE):
     """Difference from DDP, and the operators that move activations in a plan of the strategy's own."""
     with mock.patch.object(plan_fit, "measure_cluster", return_value=slow_cluster()):
-        own = fitted(OSDPStrategy(search_space=SPACE, dry_run=True), make("sgd"), max_steps=3)
+        own = fitted(OSDPStrategy(search_space=space, dry_run=True), make("sgd"), max_steps=3)
     by_ddp = fitted(ddp(), make("sgd"), max_steps=3)
     units = own[2].strategy.plan.units
     return difference(own, by_ddp), [name for unit in units if "moves" in unit.treatments[0] for name in unit.operators]
@@ -488,6 +488,17 @@ def test_plans_of_the_strategys_own_train_as_ddp(ranks):
     for off, names in ranks(2).run(searched, make=WideGated):
         assert off < 1e-10
         assert {"gate", "up", "down"} <= {*names}
+
+
+def unasked():
+    return [searched(make, None) for make in (WideMLP, WideGated, GPT)]
+
+
+@pytest.mark.parametrize("world_size", [2, slow(4)])
+def test_plans_for_which_nobody_has_named_modes_train_as_ddp(ranks, world_size):
+    for found in ranks(world_size).run(unasked):
+        assert max(off for off, _ in found) < 1e-10
+        assert all(names for _, names in found[:2])
 
 
 class PartlyCompiled(WideMLP):

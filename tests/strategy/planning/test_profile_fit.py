@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy, ProfileError, SearchSpace
-from lightning_osdp.strategy.planning import profile_fit
+from lightning_osdp.strategy.planning import plan_request, profile_fit
 from tests.strategy.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -184,6 +184,57 @@ def test_exchanges_are_profiled_where_the_search_space_names_them(fit, monkeypat
     fit(Net())
     fit(Net(), search_space=SearchSpace(modes=("ZDP", "stationary")))
     assert asked == [False, True]
+
+
+class ByHand(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class ByRows(Net):
+    """Its optimizer knows shards in rows."""
+
+    def configure_optimizers(self):
+        return type("Own", (torch.optim.SGD,), {})(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def may_move(monkeypatch):
+    """For each plan, whether any operators may move activations."""
+    found, make_plan = [], plan_request.make_plan
+
+    def noted(profile, *args, **options):
+        found.append(bool(profile.exchanges))
+        return make_plan(profile, *args, **options)
+
+    monkeypatch.setattr(plan_request, "make_plan", noted)
+    return found
+
+
+@pytest.mark.parametrize(("make", "may"), [(Net, True), (ByHand, False), (ByRows, False)])
+def test_operators_may_move_activations_unasked_in_automatic_optimization_by_elements(fit, may_move, make, may):
+    fit(make())
+    fit(make(), search_space=SearchSpace(modes=("ZDP", "stationary")))
+    assert may_move == [may, True]
+
+
+def test_operators_that_some_rank_does_not_run_move_no_activations(fit, may_move, monkeypatch):
+    in_step = profile_fit.in_step
+
+    def beside_another(work, *, stage):
+        found = in_step(work, stage=stage)
+        return [*found, set()] if stage == "comparing operators" else found
+
+    monkeypatch.setattr(profile_fit, "in_step", beside_another)
+    fit(Net(), search_space=SearchSpace(modes=("ZDP", "stationary")))
+    assert may_move == [False]
 
 
 def test_metrics_of_a_model_that_is_not_on_its_device_are_there_while_it_is_profiled(fit, monkeypatch):
