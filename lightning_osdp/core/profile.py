@@ -60,6 +60,8 @@ class OptimizerProfile:
     """Seconds per trainable element of the shard that this rank updates."""
     host_s_per_element: float | None = None
     """Seconds per such element where the host updates it, without copies; None: not profiled, or the host cannot."""
+    host_rent_s_per_byte: float = 0.0
+    """Seconds that count for each byte of the host's memory, in the search for a bound under a limit of that memory."""
     fixed_s: float = 0.0
     """Seconds of a step whatever the number of elements: each rank updates a part of every parameter."""
     is_foreach: bool = False

@@ -145,7 +145,8 @@ def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile,
 
         t = n host_s_per_element + 3 B host_copy_s_per_byte
 
-    It is taken to be no faster than the device. [Measured on CPU alone, where copies are in one memory.]
+    It is taken to be no faster than the device. Each byte of the host's memory takes
+    `OptimizerProfile.host_rent_s_per_byte` on top. [Measured on CPU alone, where copies are in one memory.]
     """
     optimizer, effects = profile.optimizer, effects_of(mode)
     num_ranks, trainable = cluster.num_ranks(effects.sharded_over), sum(each.num_trainable for each in unit.operators)
@@ -153,6 +154,10 @@ def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile,
     if effects.updates_on_host and optimizer.host_s_per_element is not None:
         copies_s = 3 * unit.trainable_bytes / num_ranks * cluster.host_copy_s_per_byte
         own_s = max(own_s, optimizer.host_s_per_element * trainable / num_ranks + copies_s)
+        if optimizer.host_rent_s_per_byte:
+            pins = cluster.host_copies_overlap
+            held = DEFAULT.layout([unit], optimizer, num_ranks, on_host=[True], pins=pins)
+            own_s += optimizer.host_rent_s_per_byte * held.host
     return own_s - optimizer.s_per_element * trainable / cluster.world_size
 
 

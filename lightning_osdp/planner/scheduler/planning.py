@@ -19,7 +19,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.units import partition
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.planner.assign import Decided, Modes, Setting, assignment_of
+from lightning_osdp.planner.assign import Decided, Modes, Setting, Variants, assignment_of
 from lightning_osdp.planner.cost import unit_s
 from lightning_osdp.planner.engine import AUTO, FSDP2, engine_of
 from lightning_osdp.planner.scheduler.competition import Competition
@@ -84,8 +84,9 @@ def make_plan(
     """The plan with the best predicted samples/s under the limits of memory.
 
     Where the fastest plan takes more memory of the host than there may be, the search begins anew, and places states
-    there, and what blocks copy, as far as there is room. The bound is then that of the first search: of plans with all
-    the memory of the host that they like.
+    there, and what blocks copy, as far as there is room. The bound is then of plans with all the memory of the host
+    that they like, where each byte takes the seconds that it is worth: under a limit of B bytes no step takes less than
+    theirs, less the seconds of B bytes (Lagrange).
 
     Where the modes are the default ones, operators by themselves may move activations, too, if that is predicted to
     save a fifth of the seconds for a sample, and 20 ms of a step.
@@ -220,11 +221,11 @@ def _searched(
     if host_limit_bytes is None:
         host_limit_bytes = cluster.host_memory_bytes
 
-    def sweep_in(host_room_bytes: int | None) -> Sweep:
+    def sweep_in(host_room_bytes: int | None, *, given: Setting = first) -> Sweep:
         return Sweep(
             [
                 dataclasses.replace(
-                    first, engine=each, least_ahead=engine.without_prefetch(each), host_room_bytes=host_room_bytes
+                    given, engine=each, least_ahead=engine.without_prefetch(each), host_room_bytes=host_room_bytes
                 )
                 for each in engine.alternatives(
                     overlaps=first.overlaps and "gather" not in cluster.waits_for, has_streams=cluster.has_streams
@@ -239,14 +240,21 @@ def _searched(
     best = sweep.best()
     if best is None:
         raise InfeasibleError(why_infeasible(sweep, smallest, host_limit_bytes))
-    most_samples_per_s, needed_bytes = sweep.most_samples_per_s, best.host_bytes
-    if host_limit_bytes is not None and needed_bytes > host_limit_bytes:
-        within = sweep_in(host_limit_bytes)
-        best = within.best() if "device" in space.states else None
-        if best is None or best.host_bytes > host_limit_bytes:
-            raise InfeasibleError(why_host_lacks(sweep, smallest, host_limit_bytes, needed_bytes))
-        sweep = within
-    return _plan(best, sweep, most_samples_per_s, host_limit_bytes)
+    most_samples_per_s, needed_bytes = sweep.most_samples_per_s(), best.host_bytes
+    if host_limit_bytes is None or needed_bytes <= host_limit_bytes:
+        return _plan(best, sweep, most_samples_per_s, host_limit_bytes)
+    within = sweep_in(host_limit_bytes)
+    found = within.best() if "device" in space.states else None
+    if found is None or found.host_bytes > host_limit_bytes:
+        raise InfeasibleError(why_host_lacks(sweep, smallest, host_limit_bytes, needed_bytes))
+    plan = _plan(found, within, most_samples_per_s, host_limit_bytes)
+    lost_s = plan.step_time_s * (1 - plan.samples_per_s / best.samples_per_s)
+    if lost_s > 0 and needed_bytes > plan.host_bytes:
+        rent_s = lost_s / (needed_bytes - plan.host_bytes)
+        renting = sweep_in(None, given=_renting(first, rent_s))
+        renting.best()
+        most_samples_per_s = min(most_samples_per_s, renting.most_samples_per_s(rent_s * host_limit_bytes))
+    return dataclasses.replace(plan, gap=max(0.0, most_samples_per_s / plan.samples_per_s - 1))
 
 
 def judge_plan(
@@ -318,6 +326,13 @@ def planned_setting(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tupl
         ),
     )
     return setting, modes
+
+
+def _renting(setting: Setting, rent_s_per_byte: float) -> Setting:
+    """Setting in which each byte of the host's memory takes so many seconds."""
+    optimizer = dataclasses.replace(setting.profile.optimizer, host_rent_s_per_byte=rent_s_per_byte)
+    profile = dataclasses.replace(setting.profile, optimizer=optimizer)
+    return dataclasses.replace(setting, profile=profile, variants=Variants())
 
 
 def _plan(best: Candidate, sweep: Sweep, most_samples_per_s: float, host_limit_bytes: int | None) -> Plan:

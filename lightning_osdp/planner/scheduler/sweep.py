@@ -271,11 +271,21 @@ class Sweep:
             return best
         return first
 
-    @property
-    def most_samples_per_s(self) -> float:
-        """Samples/s that no plan exceeds at any size that was tried, or lies between two of them."""
-        tried = [candidate.most_samples_per_s for candidate in self._candidates.values()]
-        return max([*tried, *map(self._most_between, self._open_sizes())])
+    def most_samples_per_s(self, paid_s: float = 0.0) -> float:
+        """Samples/s that no plan exceeds at any size that was tried, or lies between two of them.
+
+        Of a step's seconds so many do not count.
+        """
+        most = [(size, each.most_samples_per_s) for size, each in self._candidates.items()]
+        most += [(pair[0] + 1, self._most_between(pair)) for pair in self._open_sizes()]
+        return max(self._without(paid_s, *each) for each in most)
+
+    def _without(self, paid_s: float, micro_batch_size: int, samples_per_s: float) -> float:
+        """Samples/s of a step with micro-batches of at least this size, without some of its seconds."""
+        (setting, *_) = self._of_size(micro_batch_size)
+        num_samples = setting.workload.num_samples * setting.cluster.world_size
+        step_s = num_samples / samples_per_s - paid_s if samples_per_s else math.inf
+        return num_samples / step_s if step_s > 0 else math.inf
 
     def _best(self) -> Candidate:
         return self._candidates[max(self._candidates, key=lambda size: (self._candidates[size].samples_per_s, -size))]

@@ -176,7 +176,7 @@ def test_plans_keep_both_limits_and_are_about_as_fast_as_any_that_do(setting, ov
         for modes in itertools.product(*costs.options)
     ]
     least, most = (of(peak for _, peak, _ in assignments) for of in (min, max))
-    hosts = set()
+    hosts, loose = set(), []
     for share, room_bytes in itertools.product((0.2, 0.5, 0.7), (0, 1600, 3200, 4800, 6400)):
         limit_bytes = int(least + share * (most - least))
         fitting = [time_s for time_s, peak, host in assignments if peak <= limit_bytes and host <= room_bytes]
@@ -192,7 +192,9 @@ def test_plans_keep_both_limits_and_are_about_as_fast_as_any_that_do(setting, ov
         assert min(fitting) * (1 - 1e-9) <= plan.step_time_s <= 1.05 * min(fitting)
         assert plan.samples_per_s * (1 + plan.gap) >= 2 / min(fitting) * (1 - 1e-9)
         hosts.add(plan.host_bytes)
+        loose.append(plan.samples_per_s * (1 + plan.gap) * min(fitting) / 2 - 1)
     assert len(hosts) > 2
+    assert max(loose) < 0.06, loose
 
 
 def test_where_the_host_is_short_states_there_are_those_of_the_largest_units_over_all_ranks(setting):
