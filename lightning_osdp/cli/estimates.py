@@ -30,7 +30,7 @@ from lightning_osdp.report.sentences import tell_kept, tell_peak
 from lightning_osdp.report.tables import table
 
 OSDP = "OSDP"
-_WITHOUT_HOST = f"{OSDP} without the host"
+_WITHOUT_HOST, _ALL_ON_HOST = f"{OSDP} without the host", "all states on the host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,8 @@ class Estimate:
     """OSDP's plan; None where OSDP was not asked or no plan fits."""
     on_device: Plan | None
     """OSDP's plan with all states on the device, where ``plan`` has some on the host; None where none fits."""
+    all_on_host: Plan | None
+    """OSDP's plan with all states on the host, likewise."""
     why_not: str
     """Reason why no plan of OSDP's fits, with a remedy; empty where one does."""
     by_hand: Sequence[HandMade]
@@ -76,11 +78,18 @@ class Estimate:
         """Simulated step of the chosen plan."""
         return None if self.chosen is None else simulate(self.chosen, self.profile, self.machine.cluster)
 
+    @property
+    def ahead_s(self) -> float:
+        """Seconds of the chosen plan's step whose updates on the host begin in backward."""
+        assert self.chosen is not None
+        return simulate(self.chosen, self.profile.with_updates(ahead=True), self.machine.cluster).time_s
+
     def compared(self) -> RenderableType:
-        """Table of OSDP's plan, and the one without the host, above the strategies by hand."""
+        """Table of OSDP's plan, and those with nothing and everything on the host, above the strategies by hand."""
         rows = [] if self.plan is None else [_row(OSDP, self.plan, self.plan)]
         if self.plan is not None and _hosted(self.plan):
             rows.append(_row(_WITHOUT_HOST, self.on_device, self.plan))
+            rows.append(_row(_ALL_ON_HOST, self.all_on_host, self.plan))
         rows += [_row(each.name, each, self.plan) for each in self.by_hand]
         gain = () if self.plan is None else ("OSDP over it",)
         headings = ("micro-batch", "step", "samples/s", *gain, "peak")
@@ -118,6 +127,11 @@ class Estimate:
                 f" {format_bytes(plan.host_bytes)} of its memory for each GPU; each may take"
                 f" {format_bytes(self.host_limit_bytes)}."
             )
+            if _hosted(plan):
+                yield (
+                    "Where gradients are not clipped, and the host has room for copies of these states, updates there"
+                    f" begin in backward, and a step takes {format_seconds(self.ahead_s)}."
+                )
         host = self.saving_bytes
         yield (
             f"Validating {plan.micro_batch_size} {'sample' if plan.micro_batch_size == 1 else 'samples'} at once takes"
@@ -159,10 +173,11 @@ class Estimate:
             if self.host_limit_bytes is not None:
                 on_device = self.on_device if _hosted(plan) else plan
                 names = ("micro_batch_size", "num_micro_batches", "step_time_s", "samples_per_s", "peak_bytes")
+                document |= {"host_bytes": plan.host_bytes, "host_limit_bytes": self.host_limit_bytes}
+                document |= {"updated_in_backward_step_time_s": self.ahead_s}
                 document |= {
-                    "host_bytes": plan.host_bytes,
-                    "host_limit_bytes": self.host_limit_bytes,
-                    "on_device": on_device and {name: getattr(on_device, name) for name in names},
+                    key: each and {name: getattr(each, name) for name in names}
+                    for key, each in (("on_device", on_device), ("all_on_host", self.all_on_host))
                 }
             if self.tokens:
                 rate = plan.samples_per_s * self.tokens
@@ -234,7 +249,7 @@ class Strategies:
             names=None if self.strategies is None else [name for name in self.strategies if name != OSDP],
             activations=[each for each in self.activations if each != SELECTIVE] or self.activations,
         )
-        plan, on_device, why_not = None, None, ""
+        plan, on_device, all_on_host, why_not = None, None, None, ""
         is_free = "keep" in self.activations
         prescribed = {b.name: each for each in self.activations for b in profile.blocks if each in b.segments}
 
@@ -262,6 +277,8 @@ class Strategies:
         if plan is not None and _hosted(plan):
             with suppress(InfeasibleError):  # then the table says so
                 on_device = planned("device")
+            with suppress(InfeasibleError):
+                all_on_host = planned("host")
         return Estimate(
             spec=spec,
             machine=machine,
@@ -271,6 +288,7 @@ class Strategies:
             tokens=tokens,
             plan=plan,
             on_device=on_device,
+            all_on_host=all_on_host,
             why_not=why_not,
             by_hand=by_hand,
         )

@@ -60,6 +60,9 @@ class OptimizerProfile:
     """Seconds per trainable element of the shard that this rank updates."""
     host_s_per_element: float | None = None
     """Seconds per such element where the host updates it, without copies; None: not profiled, or the host cannot."""
+    host_is_ahead: bool = False
+    """True: the host begins with the update of a unit once its gradients are reduced, on copies of its states, where
+    the device has streams, and computes meanwhile."""
     host_rent_s_per_byte: float = 0.0
     """Seconds that count for each byte of the host's memory, in the search for a bound under a limit of that memory."""
     fixed_s: float = 0.0
@@ -290,6 +293,10 @@ class ModelProfile(Stored):
     def __iter__(self) -> Iterator[OperatorProfile]:
         """Iterates over the operators in forward order."""
         return iter(self.operators)
+
+    def with_updates(self, *, ahead: bool) -> ModelProfile:
+        """Profile of the same model whose updates on the host begin in backward, or do not."""
+        return replace(self, optimizer=replace(self.optimizer, host_is_ahead=ahead))
 
     @property
     def loss(self) -> Segment:

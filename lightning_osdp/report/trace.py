@@ -21,8 +21,9 @@ from lightning_osdp.core.step import Step
 from lightning_osdp.planner.engine import Moment, block_effects
 from lightning_osdp.planner.simulation import Interval, StepEstimate, planned_activations, planned_step, simulate
 
-STREAMS = ("compute", "communication", "copy")
-"""Rows of the trace: what the device computes, the collectives, and copies to host memory and back."""
+STREAMS = ("compute", "communication", "copy", "host")
+"""Rows of the trace: what the device computes, the collectives, copies of activations to host memory and back, and
+updates on the host beside backward."""
 _COLLECTIVES = {
     "gather": "all-gather",
     "gather_in_node": "all-gather in nodes",
@@ -68,6 +69,11 @@ def chrome_trace(plan: Plan, profile: ModelProfile, cluster: Cluster) -> dict[st
     drawn = _Drawn.of(estimate, plan.num_micro_batches)
     again = _again(step, profile, planned_activations(plan, profile))
     events = [*_named_rows(plan), *_slices(drawn, step, again), *_counters(drawn)]
+    later_s = drawn.end_s - max((each.end_s for each in estimate.intervals), default=0.0)
+    for _, (_, of), _, start_s, end_s in estimate.updates:
+        unit = step.units[of].name
+        times_s = start_s + later_s, end_s + later_s
+        events.append(_slice(f"update {unit or '(root)'}", "host", *times_s, {"unit": unit}))
     update_s = estimate.time_s - drawn.end_s
     if update_s > 0:
         events.append(_slice("optimizer step", STREAMS[0], drawn.end_s, estimate.time_s, {"phase": "optimizer step"}))

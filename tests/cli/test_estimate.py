@@ -139,7 +139,8 @@ def test_what_does_not_fit_on_devices_fits_with_states_on_the_host_or_it_is_told
     assert "does not fit" in out
     text = " ".join(out.split())
     assert "The host updates " in text
-    assert "each may take 256 MiB." in text
+    assert "each may take 256 MiB. Where gradients are not clipped" in text
+    assert "all states" in out
     code, out, _ = run(*given, "--memory", "16MiB", "--host_memory", "1MiB", "--json")
     lacking = json.loads(out)
     assert (code, lacking["fits"]) == (1, False)

@@ -10,7 +10,7 @@ from torch.profiler._trace_validator import validate_trace
 
 from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.plans.parts import Block
-from lightning_osdp.planner.simulation import simulate
+from lightning_osdp.planner.simulation import planned_step, simulate
 from lightning_osdp.report.trace import STREAMS, chrome_trace
 
 REQUIRED = {
@@ -64,11 +64,11 @@ def test_every_event_keeps_the_rules_of_the_format(plan, profile, links):
         assert isinstance(event["name"], str)
         assert isinstance(event["ts"], (int, float))
         assert event["ts"] >= 0
-        assert (event["pid"], event["tid"] in range(3)) == (0, True)
+        assert (event["pid"], event["tid"] in range(4)) == (0, True)
         assert event["ph"] != "X" or event["dur"] > 0
         assert event["ph"] != "C" or all(isinstance(value, int) for value in event["args"].values())
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"]
-    assert names == ["compute stream", "communication stream", "copy stream"]
+    assert names == ["compute stream", "communication stream", "copy stream", "host stream"]
     for stream in STREAMS:
         events = of_stream(trace, stream)
         for event, following in pairwise(events):  # complete events of a thread must nest
@@ -98,6 +98,24 @@ def test_copies_are_drawn_in_their_own_stream(planned, profile, ranks):
     assert [event["name"] for event in copies] == ["copy to host", "copy from host"] * 2
     assert [event["dur"] for event in copies] == [pytest.approx(1e6 * copy_s)] * 4
     assert of_stream(chrome_trace(planned(1000), profile, ranks), "copy") == []
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_updates_on_the_host_are_drawn_beside_backward(planned, profile, ranks, number):
+    plan = planned(1000, number=number)
+    hosted = [unit.treated(states="host") if unit.gradient_bytes != 0 else unit for unit in plan.units]
+    plan = dataclasses.replace(plan, units=tuple(hosted))
+    optimizer = dataclasses.replace(profile.optimizer, host_s_per_element=1e-12, host_is_ahead=True)
+    profile = dataclasses.replace(profile, optimizer=optimizer)
+    ranks = dataclasses.replace(ranks, overlaps=True, has_streams=True)
+    trace = chrome_trace(plan, profile, ranks)
+    updates, estimate = of_stream(trace, "host"), simulate(plan, profile, ranks)
+    step, modes = planned_step(plan, profile, ranks)
+    names = [unit.name for unit, mode in zip(step.units, modes, strict=True) if mode["states"] == "host"]
+    assert sorted(event["args"]["unit"] for event in updates) == sorted(names) != []
+    reduced = [event for event in of_stream(trace, "communication") if event["name"].startswith("reduce-scatter")]
+    assert updates[0]["ts"] >= reduced[-len(updates)]["ts"]  # of the last micro-batch
+    assert max(event["ts"] + event["dur"] for event in updates) / 1e6 <= estimate.time_s
 
 
 def test_what_runs_again_is_drawn_apart_from_backward(planned, at_levels, ranks):

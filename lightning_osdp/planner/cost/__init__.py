@@ -15,6 +15,7 @@ from lightning_osdp.planner.cost.peak_memory import (
     exact_moments,
     exact_peak,
     host_bytes,
+    host_bytes_ahead,
     key_of_moments,
     peak_bytes_of,
     saved_bytes,
@@ -34,6 +35,7 @@ from lightning_osdp.planner.cost.terms import (
     resource_s,
     unit_s,
     update_s,
+    updates_ahead_s,
 )
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "exact_peak",
     "exchanged_bytes",
     "host_bytes",
+    "host_bytes_ahead",
     "key_of_moments",
     "more_optimizer_s",
     "optimizer_s",
@@ -67,4 +70,5 @@ __all__ = [
     "step_memory",
     "unit_s",
     "update_s",
+    "updates_ahead_s",
 ]

@@ -53,6 +53,7 @@ from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
 from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.planner.cost.moments import UPDATE, LargestMoments, Teller, read_all_sharded
+from lightning_osdp.planner.cost.terms import is_ahead
 from lightning_osdp.planner.engine import (
     DEFAULT,
     FSDP2,
@@ -444,6 +445,12 @@ def host_bytes(step: Step, modes: Sequence[Treatment] = ()) -> float:
     copied = [num_bytes.at(samples) for _, num_bytes in step.profile.copied]
     copied += [block_copied_bytes(step.units[place], mode["saves"], samples) for place, mode in enumerate(modes)]
     return DEFAULT.layout_in(step, modes).host + sum(copied) * (PINNED if step.cluster.host_copies_overlap else 1)
+
+
+def host_bytes_ahead(step: Step, modes: Sequence[Treatment]) -> float:
+    """Host memory of `host_bytes`, with copies of the states there where updates begin in backward, on these copies."""
+    copies = DEFAULT.layout_in(step, modes).host_states if is_ahead(step.profile.optimizer, step.cluster) else 0.0
+    return host_bytes(step, modes) + copies
 
 
 def block_copied_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:

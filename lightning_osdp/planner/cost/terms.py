@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from lightning_osdp.core.axes import ZDP, Treatment
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.exchange import Exchange
-from lightning_osdp.core.profile import BlockProfile, ModelProfile
+from lightning_osdp.core.profile import BlockProfile, ModelProfile, OptimizerProfile
 from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.planner.engine import (
@@ -145,15 +145,22 @@ def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile,
 
         t = n host_s_per_element + 3 B host_copy_s_per_byte
 
-    It is taken to be no faster than the device. Each byte of the host's memory takes
-    `OptimizerProfile.host_rent_s_per_byte` on top. [Measured on CPU alone, where copies are in one memory.]
+    It is taken to be no faster than the device. Where it has begun in backward, two things are left for the step once
+    updates are done (`updates_ahead_s`): the device hashes weights and gradient, which moves about as many bytes as an
+    update of its own, and the shard is copied back.
+
+        t = n s_per_element + B host_copy_s_per_byte
+
+    Each byte of the host's memory takes `OptimizerProfile.host_rent_s_per_byte` on top. [Measured on CPU alone, where
+    copies are in one memory.]
     """
     optimizer, effects = profile.optimizer, effects_of(mode)
     num_ranks, trainable = cluster.num_ranks(effects.sharded_over), sum(each.num_trainable for each in unit.operators)
     own_s = optimizer.s_per_element * trainable / num_ranks
     if effects.updates_on_host and optimizer.host_s_per_element is not None:
-        copies_s = 3 * unit.trainable_bytes / num_ranks * cluster.host_copy_s_per_byte
-        own_s = max(own_s, optimizer.host_s_per_element * trainable / num_ranks + copies_s)
+        copy_s = unit.trainable_bytes / num_ranks * cluster.host_copy_s_per_byte
+        host_s = 3 * copy_s + optimizer.host_s_per_element * trainable / num_ranks
+        own_s = own_s + copy_s if is_ahead(optimizer, cluster) else max(own_s, host_s)
         if optimizer.host_rent_s_per_byte:
             pins = cluster.host_copies_overlap
             held = DEFAULT.layout([unit], optimizer, num_ranks, on_host=[True], pins=pins)
@@ -165,6 +172,33 @@ def update_s(step: Step, modes: Sequence[Treatment]) -> float:
     """Seconds of the optimizer step in these modes, one per unit."""
     more_s = (more_optimizer_s(step.profile, step.cluster, *each) for each in zip(step.units, modes, strict=True))
     return optimizer_s(step.profile, step.cluster) + sum(more_s)
+
+
+def is_ahead(optimizer: OptimizerProfile, cluster: Cluster) -> bool:
+    """True if updates on the host begin in backward and go on beside computing, which without streams is the host's."""
+    return optimizer.host_is_ahead and cluster.has_streams and cluster.overlaps
+
+
+def updates_ahead_s(step: Step, modes: Sequence[Treatment]) -> Mapping[int, float]:
+    """Seconds of updates on the host that begin in backward, by unit.
+
+    Of a rank's shard of n elements in B bytes, with states of S bytes, it copies the shard and its gradient, hashes
+    both, copies the states, and updates. All but the copies from the device takes the memory of the host: by its bytes,
+    of which an update in place moves 3 B + 2 S,
+
+        t = 2 B host_copy_s_per_byte + n host_s_per_element (1 + (2 B + 2 S) / (3 B + 2 S))
+    """
+    optimizer, cluster, found = step.profile.optimizer, step.cluster, dict[int, float]()
+    if optimizer.host_s_per_element is None or not is_ahead(optimizer, cluster):
+        return found
+    for place, (unit, mode) in enumerate(zip(step.units, modes, strict=True)):
+        effects, shard_bytes, states_bytes = effects_of(mode), unit.trainable_bytes, unit.optimizer_bytes
+        if effects.updates_on_host and shard_bytes:
+            times = 1 + 2 * (shard_bytes + states_bytes) / (3 * shard_bytes + 2 * states_bytes)
+            host_s = times * optimizer.host_s_per_element * sum(each.num_trainable for each in unit.operators)
+            whole_s = host_s + 2 * shard_bytes * cluster.host_copy_s_per_byte
+            found[place] = whole_s / cluster.num_ranks(effects.sharded_over)
+    return found
 
 
 def overhead_s(

@@ -87,6 +87,8 @@ class Layout:
     host: float = 0.0
     """Memory of the host: states there, and copies of shards and of their gradients, which may be pinned; without
     temporaries of updates."""
+    host_states: float = 0.0
+    """States there."""
 
     @property
     def shards(self) -> float:
@@ -111,11 +113,13 @@ def layout(
     ]
     here, there = ([each for each, is_host in zip(own, on_host, strict=True) if is_host is of] for of in (False, True))
     state, temporaries = optimizer_bytes(here, optimizer)
+    host_states, _ = optimizer_bytes(there, optimizer)
     return Layout(
         units=tuple(_unit_bytes(unit, number) for unit, number in zip(units, shards, strict=True)),
         optimizer_state=state,
         optimizer_temporaries=temporaries,
-        host=optimizer_bytes(there, optimizer)[0] + sum(2 * _owned_bytes(*each, pins=pins) for each in there),
+        host=host_states + sum(2 * _owned_bytes(*each, pins=pins) for each in there),
+        host_states=host_states,
     )
 
 

@@ -217,13 +217,11 @@ def _updated_on_host(setting: Setting, modes: Modes) -> str:
         return ""
     on_device = [mode.but(states="device") for mode in modes]
     states = [setting.bytes_engine.layout_in(setting, each).optimizer_state for each in (on_device, modes)]
-    own_s, device_s = (
-        sum(setting.costs.unit_s(setting.units[unit], each[unit]) for unit in hosted) for each in (modes, on_device)
-    )
+    own_s, device_s = map(setting.costs.step_time_s, (modes, tuple(on_device)))
     return (
         f"the host updates {len(hosted)} of {sum(unit.gradient_bytes > 0 for unit in setting.units)} units:"
         f" {format_bytes(round(states[0] - states[1]))} of states per rank are in its memory, and a step takes"
-        f" {format_seconds(own_s - device_s)} more"
+        f" {format_seconds(max(0.0, own_s - device_s))} more"
     )
 
 

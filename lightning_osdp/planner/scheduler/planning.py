@@ -86,7 +86,8 @@ def make_plan(
     Where the fastest plan takes more memory of the host than there may be, the search begins anew, and places states
     there, and what blocks copy, as far as there is room. The bound is then of plans with all the memory of the host
     that they like, where each byte takes the seconds that it is worth: under a limit of B bytes no step takes less than
-    theirs, less the seconds of B bytes (Lagrange).
+    theirs, less the seconds of B bytes (Lagrange). Updates on the host are priced as if they waited for backward;
+    `simulate` tells what backward hides of them.
 
     Where the modes are the default ones, operators by themselves may move activations, too, if that is predicted to
     save a fifth of the seconds for a sample, and 20 ms of a step.
@@ -122,6 +123,7 @@ def make_plan(
             " weight average on the device, and not with cost_model='paper'. Offer the device, too, as in"
             " SearchSpace(states=('device', 'host')), or leave both out."
         )
+    profile = profile.with_updates(ahead=False)
     policy = micro_batch_size if isinstance(micro_batch_size, BatchPolicy) else BatchPolicy.fixed(micro_batch_size)
     searched = partial(
         _searched,

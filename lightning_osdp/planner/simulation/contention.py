@@ -184,6 +184,7 @@ class ContendedTimeline(Timeline):
     def _end(self, collective: _Collective, end_s: float) -> None:
         collective.end_s, collective.left_s = end_s, 0.0
         self.communicators_s[COLLECTIVES[collective.event.kind].link] = end_s
+        self._note_reduced(collective.event, end_s)
         if self.keeps_intervals:
             assert collective.start_s is not None
             self._keep(COMMUNICATION, collective.event, collective.micro_batch, collective.start_s, end_s)

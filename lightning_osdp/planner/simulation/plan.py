@@ -12,7 +12,7 @@ from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import grouped
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.planner.cost import Workload
+from lightning_osdp.planner.cost import Workload, host_bytes_ahead
 from lightning_osdp.planner.engine import effects_of, engine_of, with_activations
 from lightning_osdp.planner.simulation.step import StepEstimate, simulate_step
 
@@ -36,6 +36,8 @@ def simulate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepEstimat
 def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Step, tuple[Treatment, ...]]:
     """The step that a plan is for, with blocks and slices as planned, and the modes of its units.
 
+    Updates on the host begin in backward only if there is room for copies of all states there.
+
     Raises:
         ConfigurationError: an operator has more slices than it can have, a block does what was not profiled, a unit has
             operators that the model has not, or is updated on the host, which was not profiled.
@@ -56,7 +58,10 @@ def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[S
     units = tuple(dataclasses.replace(unit, is_read=unit.is_read or unit.name in gathered_again) for unit in units)
     workload = Workload(micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
     step = Step(profile=profile, units=units, cluster=cluster, workload=workload)
-    return step, tuple(modes[unit.name] for unit in units)
+    chosen = tuple(modes[unit.name] for unit in units)
+    if plan.host_limit_bytes is not None and host_bytes_ahead(step, chosen) > plan.host_limit_bytes:
+        step = dataclasses.replace(step, profile=profile.with_updates(ahead=False))
+    return step, chosen
 
 
 def planned_activations(plan: Plan, profile: ModelProfile) -> dict[str, str]:

@@ -17,6 +17,7 @@ from lightning_osdp.planner.cost import (
     overhead_part_s,
     saving_peak,
     update_s,
+    updates_ahead_s,
 )
 from lightning_osdp.planner.engine import (
     COLLECTIVES,
@@ -38,7 +39,7 @@ class StepEstimate:
 
     time_s: float
     compute_s: float
-    """Forward, backward and the optimizer step of all micro-batches."""
+    """Forward, backward and the optimizer step of all micro-batches, and what it waits for updates on the host."""
     communication_s: float
     """Collectives, hidden behind computing or not."""
     overhead_s: float
@@ -59,6 +60,8 @@ class StepEstimate:
     through: the first, a steady and the last one."""
     intervals: tuple[Interval, ...] = ()
     """Events of computing and of the communicators, with their times, in the micro-batches that were simulated."""
+    updates: tuple[Interval, ...] = ()
+    """Updates on the host that begin in backward, in the last of these micro-batches and after it."""
 
     @property
     def exposed_communication_s(self) -> float:
@@ -77,7 +80,7 @@ def simulate_step(
     step = in_modes(step, modes)
     num_micro_batches = step.workload.num_micro_batches
     simulated = engine.events_of(step, modes)
-    durations = durations_of(step, engine)
+    durations = durations_of(step, engine)._replace(updates_s=updates_ahead_s(step, modes))
     timeline = timeline_of(durations, step.cluster, engine, keeps_intervals=True)
     moments: list[tuple[float, Moment]] = []
 
@@ -98,7 +101,9 @@ def simulate_step(
     updated_s = update_s(step, modes)
     return StepEstimate(
         time_s=timeline.total_s(num_micro_batches) + updated_s,
-        compute_s=num_micro_batches * (sum(durations.forward_s) + sum(durations.backward_s)) + updated_s,
+        compute_s=num_micro_batches * (sum(durations.forward_s) + sum(durations.backward_s))
+        + updated_s
+        + timeline.updating_s,
         communication_s=_total_s(simulated, durations.collectives_s, num_micro_batches),
         overhead_s=_total_s(simulated, durations.overhead_s, num_micro_batches),
         contention_s=timeline.total_slowed_s(num_micro_batches),
@@ -111,6 +116,7 @@ def simulate_step(
         },
         moments=tuple(moments),
         intervals=tuple(sorted(timeline.intervals, key=lambda each: each.start_s)),
+        updates=tuple(timeline.updates),
     )
 
 
@@ -119,7 +125,8 @@ def seconds_by_link(
 ) -> Callable[[Callable[[str], float]], float]:
     """Seconds of the step of `simulate_step` as a function of a factor for collectives, by their link."""
     step = in_modes(step, modes)
-    simulated, durations = engine.events_of(step, modes), durations_of(step, engine)
+    durations = durations_of(step, engine)._replace(updates_s=updates_ahead_s(step, modes))
+    simulated = engine.events_of(step, modes)
     offered, updated_s = durations.collectives_s, update_s(step, modes)
 
     def seconds(factor: Callable[[str], float]) -> float:

@@ -13,7 +13,9 @@ overlaps computing, a gather begins as soon as the communicator is free and
 - a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them;
 - computing waits for a reduce-scatter before it copies the gradients of the next unit that is reduced: torch holds one
   input at most (``reduce_scatter_max_input_buffers``). An all-reduce between nodes is not waited for there;
-- the host may wait for some kinds of collectives (`Cluster.waits_for`), as a device without streams has it.
+- the host may wait for some kinds of collectives (`Cluster.waits_for`), as a device without streams has it;
+- updates on the host that begin in backward are a resource of their own, first in, first out: each begins once the
+  gradients of its unit are reduced in the last micro-batch, and the optimizer's step waits for all of them.
 
 References:
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``get_all_gather_streams``, ``wait_for_unshard``,
@@ -24,11 +26,17 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 from lightning_osdp.planner.engine import COLLECTIVES, EXCHANGES, Event
 
-COMPUTE, COMMUNICATION = "compute", "communication"
+COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
+_REDUCTIONS = frozenset(
+    kind for kind, each in COLLECTIVES.items() if each.operation in {"reduce_scatter", "all_reduce"}
+)
+"""Kinds of events of which the latest leaves a unit's gradients complete."""
 
 
 class Interval(NamedTuple):
@@ -51,6 +59,8 @@ class Durations(NamedTuple):
     overhead_s: Mapping[str, Sequence[float]]
     """Kind of an event -> what the runtime takes for it, see `Cluster.unit_overhead`, by unit. It keeps the device from
     computing; that of gathers is charged where the unit's gradients are flattened."""
+    updates_s: Mapping[int, float] = MappingProxyType({})
+    """Unit -> seconds of its update on the host, where that begins in backward."""
 
 
 class Timeline:
@@ -76,6 +86,11 @@ class Timeline:
         self.slowed_s = 0.0
         """Seconds by which computing takes longer for collectives that run beside it."""
         self._slowed_s = [0.0]
+        self.updating_s = 0.0
+        """Seconds for which updates on the host go on when the latest micro-batch is over."""
+        self.updates: list[Interval] = []
+        """Updates on the host of units whose gradients the latest micro-batch has reduced."""
+        self._reduced_s: dict[int, float] = {}  # when gradients were reduced in this one of units that are updated so
         self.stalls_s: dict[int, float] = {}
         """Unit -> seconds for which computing waited for its latest gather: that of backward, once that is over."""
         self._ready_s: dict[int, float] = {}
@@ -162,6 +177,15 @@ class Timeline:
         self._is_in_backward = False
         self.ends_s.append(self.now_s)
         self._slowed_s.append(self.slowed_s)
+        if self._reduced_s:
+            self.updates = list[Interval]()
+            updated_s = 0.0
+            for of, reduced_s in sorted(self._reduced_s.items(), key=itemgetter(1)):
+                start_s = max(updated_s, reduced_s)
+                updated_s = start_s + self.durations.updates_s[of]
+                self.updates.append(Interval(HOST, Event("reduce", of), len(self.ends_s) - 2, start_s, updated_s))
+            self.updating_s = max(0.0, updated_s - self.now_s)
+            self._reduced_s.clear()
 
     def repeat(self) -> None:
         """Adds a micro-batch like the one before, of which nothing is left."""
@@ -170,8 +194,8 @@ class Timeline:
         self.end_backward()
 
     def total_s(self, num_micro_batches: int) -> float:
-        """Seconds of so many micro-batches, of which at most `MOST_SIMULATED` were simulated."""
-        return _continued(self.ends_s, num_micro_batches)
+        """Seconds of so many micro-batches, of which at most `MOST_SIMULATED` were simulated, and of updates after."""
+        return _continued(self.ends_s, num_micro_batches) + self.updating_s
 
     def total_slowed_s(self, num_micro_batches: int) -> float:
         """Seconds of these micro-batches by which computing takes longer for collectives that run beside it."""
@@ -202,11 +226,16 @@ class Timeline:
         link = COLLECTIVES[event.kind].link
         start_s = max(self.communicators_s[link], may_start_s)
         end_s = self.communicators_s[link] = start_s + self.durations.collectives_s[event.kind][event.of]
+        self._note_reduced(event, end_s)
         if not self.overlaps or event.kind in self.waits_for:
             self._wait_for_all()
         if self.keeps_intervals:
             self._keep(COMMUNICATION, event, micro_batch, start_s, end_s)
         return end_s
+
+    def _note_reduced(self, event: Event, end_s: float) -> None:
+        if event.of in self.durations.updates_s and event.kind in _REDUCTIONS:
+            self._reduced_s[event.of] = end_s
 
     def _wait_for_all(self) -> None:
         """Lets nothing begin before everything issued so far is done."""

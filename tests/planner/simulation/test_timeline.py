@@ -7,8 +7,9 @@ import pytest
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.cluster import Contention
+from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.planner.engine import FSDP2
-from lightning_osdp.planner.simulation import simulate_step
+from lightning_osdp.planner.simulation import StepClock, simulate_step
 from tests.steps import step_of
 
 
@@ -161,3 +162,55 @@ def test_the_curve_ends_with_the_step_and_never_runs_backwards(chain, cluster):
     assert seconds == sorted(seconds)
     assert seconds[-1] == pytest.approx(found.time_s)
     assert max(moment.num_bytes for _, moment in found.moments) == found.peak.peak_bytes
+
+
+AHEAD = 1 + 6 / 7
+"""Bytes of the host's memory over those of an update in place: copies of two states and hashes of weights and gradient
+move 6 bytes where the update, which reads all four and writes three, moves 7."""
+
+
+@pytest.mark.parametrize(
+    ("contention", "num_micro_batches"), [(CONTENTIONS[0], 1), (CONTENTIONS[1], 2), (CONTENTIONS[0], 5)]
+)
+@pytest.mark.parametrize(
+    ("hosted", "update_s", "copy_s", "more_s"),
+    [
+        # gradients are reduced at 18, 24 and 30, see above; each copy of 50 bytes takes so many seconds
+        ((1, 2, 3), 2.0, 0.0, 2.0),
+        ((1, 2, 3), 5.0, 0.0, 5.0),
+        ((1, 2, 3), 8.0, 0.0, 12.0),  # 18 to 26, 26 to 34, 34 to 42
+        ((1, 2, 3), 6.0, 1.0, 12.0 + 3 * 1.0),  # the same with two copies; the optimizer's step copies all back
+        ((3,), 8.0, 0.0, 0.0),
+        ((2, 3), 8.0, 0.0, 4.0),
+        ((1,), 8.0, 0.0, 8.0),
+    ],
+)
+def test_updates_on_the_host_run_beside_backward(
+    chain, cluster, contention, num_micro_batches, hosted, update_s, copy_s, more_s
+):
+    profile, places = chain(), [DP, ZDP, ZDP, ZDP]
+    of_element_s = update_s / (next(iter(profile)).num_trainable / 2) / AHEAD
+    for unit in hosted:
+        places[unit] = places[unit].but(states="host")
+    found = {}
+    for is_ahead, has_streams in ((True, True), (True, False), (False, True)):
+        optimizer = OptimizerProfile(host_s_per_element=of_element_s, host_is_ahead=is_ahead)
+        ranks = dataclasses.replace(
+            cluster(2, seconds_per_byte=1 / 50),
+            overlaps=True,
+            has_streams=has_streams,
+            contention=contention,
+            host_copy_s_per_byte=copy_s / 50,
+        )
+        step = step_of(dataclasses.replace(profile, optimizer=optimizer), num_micro_batches=num_micro_batches)
+        step = dataclasses.replace(step, cluster=ranks)
+        engine = FSDP2(**EXPLICIT)
+        device_s = simulate_step(step, [DP, ZDP, ZDP, ZDP], engine=engine).time_s
+        estimated = simulate_step(step, places, engine=engine)
+        assert StepClock(step, engine).step(places).time_s == pytest.approx(estimated.time_s)
+        assert estimated.exposed_communication_s == pytest.approx(device_s - 27 * num_micro_batches)
+        found[is_ahead, has_streams] = estimated.time_s - device_s
+        updates = [round(each.end_s - each.start_s, 6) for each in estimated.updates]
+        assert updates == [update_s + 2 * copy_s] * len(hosted) * (is_ahead and has_streams)
+    waiting_s = len(hosted) * (update_s / AHEAD + 3 * copy_s)
+    assert found == pytest.approx({(True, True): more_s, (True, False): waiting_s, (False, True): waiting_s})
