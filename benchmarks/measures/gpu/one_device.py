@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import lightning.pytorch as pl
@@ -20,18 +21,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.families import Batch, Family
+from benchmarks.families import Batch, Family, build
 from benchmarks.measures.gpu.finding import Check, Finding, peak_of
 from benchmarks.measures.gpu.models import NAMES, batch_on, made, num_samples_on, unit_names
+from benchmarks.measures.gpu.plans import ON_DEVICE, as_profiled, mixed_plan
 from benchmarks.rank_faults import Case, make_plan, outcome
 from benchmarks.testbed.groups import fake_group
-from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.step import Step
 from benchmarks.testbed.training import quiet
 from lightning_osdp import Cluster, OSDPStrategy, profile_model, simulate
 from lightning_osdp.apply import local
 from lightning_osdp.apply.activations.blocks import BlockForwards
-from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Link
 from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
@@ -215,18 +216,21 @@ def optimizers(device: torch.device) -> Iterator[Finding]:
 
 
 def offload(device: torch.device) -> Iterator[Finding]:
-    """Blocks that offload against blocks that keep: gradients, and what stays on the device."""
+    """Blocks that recompute, all or all but some results, or offload: gradients of blocks that keep, fewer bytes."""
     found: dict[str, tuple[list[Tensor], int, int]] = {}
-    for choice in ("keep", "offload", "recompute", "recompute_offload"):
+    for choice in ("keep", "offload", "recompute", "recompute_offload", LEVELS[0]):
         module = made("gpt").to(device)
         batch, forwards = batch_on(device, module), BlockForwards(module, device)
-        chosen = [Block(name=name, treatment=Treatment(saves=choice)) for name in unit_names(module)]
+        kept_results = (0, 1) if choice in LEVELS else ()  # of the first two heavy operations
+        chosen = [Block(name=name, treatment=Treatment(saves=choice), kept=kept_results) for name in unit_names(module)]
         forwards.choose(chosen if choice != "keep" else [], units=())
         module.loss(batch).backward()
         module.zero_grad()
-        with peak_of(device, *module.parameters(), *module.buffers(), *batch) as peak:
-            module.loss(batch).backward()
+        with peak_of(device, *module.parameters(), *module.buffers(), *batch) as peak:  # the end of forward has it
+            loss = module.loss(batch)
+        loss.backward()
         gradients = [p.grad.cpu() for p in module.parameters() if p.grad is not None]
+        assert not forwards.refused, "blocks whose operations return the same again"
         found[choice] = gradients, peak.num_bytes, forwards.memory.peak_bytes
     kept, kept_bytes, _ = found.pop("keep")
     for choice, (gradients, num_bytes, host_bytes) in found.items():
@@ -234,11 +238,11 @@ def offload(device: torch.device) -> Iterator[Finding]:
         scale = max(float(gradient.abs().max()) for gradient in kept)
         numbers = {
             "gradients_apart": apart / scale,
-            "peak_MiB": num_bytes / _MIB,
+            "forward_MiB": num_bytes / _MIB,
             "kept_MiB": kept_bytes / _MIB,
             "host_MiB": host_bytes / _MIB,
         }
-        is_there = host_bytes > 0 or choice == "recompute"
+        is_there = host_bytes > 0 or "offload" not in choice
         yield Finding(f"blocks: {choice}", apart <= 1e-5 * scale and num_bytes < kept_bytes and is_there, numbers)
 
 
@@ -273,61 +277,75 @@ def host_updates(device: torch.device) -> Iterator[Finding]:
     yield Finding("states on the host", apart <= 1e-5 and device_bytes - own_bytes >= 0.95 * states_bytes, numbers)
 
 
-def mixed_plan(module: Family, world_size: int, num_samples: int) -> Plan:
-    """Units freed and kept by turns."""
-    modes = {name: ("ZDP", "DP")[index % 2] for index, name in enumerate(unit_names(module))}
-    return plan_of(module, modes, world_size=world_size, micro_batch_size=num_samples)
+_Made: TypeAlias = Callable[[], Family]
 
 
-def _predicted_bytes(name: str, plan: Plan, device: torch.device) -> int:
-    """Predicted peak of one rank over a step of a plan, all that is alive."""
-    module = made(name).to(device)
+def _planned(made_anew: _Made, plan: Plan, device: torch.device) -> tuple[Plan, int]:
+    """The plan with the levels that blocks have on this device, and the predicted peak of one rank over its step."""
+    module = made_anew().to(device)
     training = TrainingStep(module.loss, batch_size=plan.micro_batch_size)
-    profile = profile_model(module, batch_on(device, module), training)
+    profile = profile_model(module, batch_on(device, module), training, exchanges=any(u.exchange for u in plan.units))
     cluster = Cluster(
         world_size=plan.world_size, all_gather=_FREE, reduce_scatter=_FREE, overlaps=True, reduce_scatter_copies=False
     )
-    return simulate(plan, profile, cluster).peak.peak_bytes
+    plan = as_profiled(plan, profile)
+    return plan, simulate(plan, profile, cluster).peak.peak_bytes
+
+
+def _on_one_of(world_size: int, device: torch.device) -> Iterator[tuple[str, _Made, Plan]]:
+    """Names of further decisions, models that are made anew, and plans that decide so, for one rank of so many."""
+    for name, (model, make) in ON_DEVICE.items():
+        made_anew = partial(build, model)
+        yield name, made_anew, make(made_anew(), world_size, num_samples_on(device))
 
 
 def fake_groups(device: torch.device) -> Iterator[Finding]:
     """Predicted peaks of one rank of N against its peak beside ranks that do not exist."""
-    for name in ("gpt", "cnn"):
-        for world_size in GROUPS:
-            plan = mixed_plan(made(name), world_size, num_samples_on(device))
-            predicted = _predicted_bytes(name, plan, device)
-            with fake_group(world_size), peak_of(device) as real:
-                step = Step(made(name), plan, device=device)
-                for _ in range(2):
-                    step()
-                real.restart()  # what comes before training is no part of a step
+    cases: list[tuple[str, _Made, Plan]] = [
+        (f"{name}, {world_size} ranks", partial(made, name), mixed_plan(made(name), world_size, num_samples_on(device)))
+        for name, world_size in product(("gpt", "cnn"), GROUPS)
+    ]
+    for name, made_anew, written in (*cases, *_on_one_of(8, device)):
+        plan, predicted = _planned(made_anew, written, device)
+        with fake_group(plan.world_size), peak_of(device) as real:
+            step = Step(made_anew(), plan, device=device)
+            for _ in range(2):
                 step()
-                synchronize(device)
-                del step
-            ratio = predicted / real.num_bytes
-            numbers = {"predicted_MiB": predicted / _MIB, "real_MiB": real.num_bytes / _MIB, "ratio": ratio}
-            yield Finding(f"fake group: {name}, {world_size} ranks", 1 / (1 + CUDA_HEADROOM) <= ratio <= 1.1, numbers)
+            real.restart()  # what comes before training is no part of a step
+            step()
+            synchronize(device)
+            del step
+        ratio = predicted / real.num_bytes
+        numbers = {"predicted_MiB": predicted / _MIB, "real_MiB": real.num_bytes / _MIB, "ratio": ratio}
+        yield Finding(f"fake group: {name}", 1 / (1 + CUDA_HEADROOM) <= ratio <= 1.1, numbers)
 
 
 def sync_debug(device: torch.device) -> Iterator[Finding]:
     """Steps in which the host never waits for the device."""
-    with fake_group(8):
-        step = Step(made("gpt"), mixed_plan(made("gpt"), 8, num_samples_on(device)), device=device)
-        for _ in range(3):
-            step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(SYNC_STEPS):
+    make: _Made = partial(made, "gpt")
+    mixed = "units kept by turns", make, mixed_plan(make(), 8, num_samples_on(device))
+    for name, made_anew, plan in (mixed, *_on_one_of(8, device)):
+        with fake_group(8):
+            step = Step(made_anew(), plan, device=device)
+            for _ in range(3):
                 step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    yield Finding("sync debug mode", is_good=True, numbers={"steps": SYNC_STEPS})
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(SYNC_STEPS):
+                    step()
+            except RuntimeError as error:  # the other plans' steps are still to be seen
+                told = {"error": f"{error}"[:400]}
+            else:
+                told = {}
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        yield Finding(f"sync debug mode: {name}", is_good=not told, numbers={"steps": SYNC_STEPS} | told)
 
 
 def memory_fraction(device: torch.device) -> Iterator[Finding]:
     """A step lives where the allocator has what was predicted and the headroom, and what is too much is told."""
     plan = mixed_plan(made("gpt"), 8, num_samples_on(device))
-    predicted = _predicted_bytes("gpt", plan, device)
+    plan, predicted = _planned(partial(made, "gpt"), plan, device)
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(device)
     allowed = torch.cuda.memory_reserved(device) + predicted / (1 - CUDA_HEADROOM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -15,21 +14,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 
-from benchmarks.families import BLOCKS, Family, build
-from benchmarks.measures.beside_fsdp.cases import RESIDENT
+from benchmarks.families import build
 from benchmarks.measures.gpu.finding import Check, Finding
 from benchmarks.measures.gpu.models import batch_on, made, num_samples_on, unit_names
-from benchmarks.measures.gpu.one_device import losses_of, mixed_plan
+from benchmarks.measures.gpu.one_device import losses_of
+from benchmarks.measures.gpu.plans import DECISIONS, WINDOW, mixed_plan
 from benchmarks.rank_faults import Case, Launcher, make_plan, outcome
 from benchmarks.testbed.local import local_ranks
 from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.step import Step, time_in_turns
 from benchmarks.testbed.training import StartedRanks
 from lightning_osdp import Cluster, ModelProfile, OSDPStrategy, TrainingStep, measure_cluster, profile_model
-from lightning_osdp.core.axes import STATIONARY, Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.plans.parts import Block
-from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.planner.scheduler import make_plan as search
 from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.profiler.machine.overlap import LEAST_HIDDEN, begin_reduce_scatter, beside_products, hidden_share
@@ -135,51 +131,7 @@ def losses(device: torch.device) -> Iterator[Finding]:
         yield Finding(f"losses: {name}", apart <= 1e-4, {"apart": apart, "steps": len(ours), "last": theirs[-1]})
 
 
-def _with_resident(module: Family, num_samples: int) -> Plan:
-    return RESIDENT.plan(module, world_size=NUM_RANKS, micro_batch_size=num_samples)
-
-
-def _with_levels(module: Family, num_samples: int) -> Plan:
-    """Every other block keeps results of its first two heavy operations, the others none."""
-    names = [name for name, child in module.named_modules() if isinstance(child, BLOCKS)]
-    kept = [(0, 1) if place % 2 else () for place in range(len(names))]
-    blocks = [
-        Block(name=name, treatment=Treatment(saves="selective_1" if results else "recompute"), kept=results)
-        for name, results in zip(names, kept, strict=True)
-    ]
-    return replace(mixed_plan(module, NUM_RANKS, num_samples), blocks=tuple(blocks))
-
-
-def _with_exchanges(module: Family, num_samples: int) -> Plan:
-    """The head moves activations."""
-    modes = dict.fromkeys([*unit_names(module), "model.head"], "ZDP")
-    plan = plan_of(module, modes, world_size=NUM_RANKS, micro_batch_size=num_samples)
-    units = (
-        replace(unit, treatments=(STATIONARY,), exchange="column", parameter_bytes=0)
-        if unit.name == "model.head"
-        else unit
-        for unit in plan.units
-    )
-    return replace(plan, units=tuple(units))
-
-
-def _with_waiting(module: Family, num_samples: int) -> Plan:
-    """All units reduce their gradients in the last micro-batch."""
-    plan = replace(mixed_plan(module, NUM_RANKS, num_samples), num_micro_batches=_WINDOW)
-    units = (
-        replace(unit, treatments=tuple(each.but(reduce="last") for each in unit.treatments)) for unit in plan.units
-    )
-    return replace(plan, units=tuple(units))
-
-
-_DECISIONS: Mapping[str, tuple[str, Callable[[Family, int], Plan]]] = {
-    "resident": ("tiny, LoRA", _with_resident),
-    "levels": ("mingpt", _with_levels),
-    "stationary": ("mingpt", _with_exchanges),
-    "waiting gradients": ("mingpt", _with_waiting),
-}
-"""Decision that `mixed_plan` has not -> a model, and a plan that has it."""
-_RACE_STEPS, _WINDOW = 60, 2
+_RACE_STEPS = 60
 
 
 def _decided(*, name: str, model: str, window: int, kind: str) -> list[float]:
@@ -188,8 +140,8 @@ def _decided(*, name: str, model: str, window: int, kind: str) -> list[float]:
     options: dict[str, Any] = {"strategy": "ddp"}
     if name == "race":
         options = {"strategy": OSDPStrategy(race=True, batch_size="keep"), "max_steps": _RACE_STEPS}
-    elif name in _DECISIONS:
-        plan = _DECISIONS[name][1](module, num_samples_on(device))
+    elif name in DECISIONS:
+        plan = DECISIONS[name][1](module, NUM_RANKS, num_samples_on(device))
         options = {"strategy": OSDPStrategy(plan=plan, batch_size="keep")}
     options["accumulate_grad_batches"] = window
     return losses_of(module, device, devices=NUM_RANKS, plugins=[StartedRanks()], **options)
@@ -197,7 +149,7 @@ def _decided(*, name: str, model: str, window: int, kind: str) -> list[float]:
 
 def decisions(device: torch.device) -> Iterator[Finding]:
     """Losses under plans of each kind of decision beside those of DDP."""
-    asked = {name: (model, _WINDOW if make is _with_waiting else 1) for name, (model, make) in _DECISIONS.items()}
+    asked = {name: (model, WINDOW if name == "waiting gradients" else 1) for name, (model, _) in DECISIONS.items()}
     asked["race"] = ("mingpt", 1)
     by_ddp = {
         (model, window): _on_ranks(device, _decided, name="ddp", model=model, window=window)[0]
