@@ -182,7 +182,7 @@ def is_ahead(optimizer: OptimizerProfile, cluster: Cluster) -> bool:
 def updates_ahead_s(step: Step, modes: Sequence[Treatment]) -> Mapping[int, float]:
     """Seconds of updates on the host that begin in backward, by unit.
 
-    Of a rank's shard of n elements in B bytes, with states of S bytes, it copies the shard and its gradient, hashes
+    For a rank's shard of n elements in B bytes, with states of S bytes, it copies the shard and its gradient, hashes
     both, copies the states, and updates. All but the copies from the device takes the memory of the host: by its bytes,
     of which an update in place moves 3 B + 2 S,
 

@@ -274,7 +274,7 @@ class Sweep:
     def most_samples_per_s(self, paid_s: float = 0.0) -> float:
         """Samples/s that no plan exceeds at any size that was tried, or lies between two of them.
 
-        Of a step's seconds so many do not count.
+        So many of a step's seconds do not count.
         """
         most = [(size, each.most_samples_per_s) for size, each in self._candidates.items()]
         most += [(pair[0] + 1, self._most_between(pair)) for pair in self._open_sizes()]
