@@ -89,5 +89,5 @@ def test_what_a_package_index_shows_links_to_no_file(distributions):
     (name,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
     shown = message_from_bytes(zipfile.ZipFile(wheel).read(name)).get_payload()
     assert "make demo" in shown
-    assert "keeping 3.39 MiB saves" in shown, "the picture's place is taken by the table"
+    assert re.search(r"keeping [\d.]+ MiB saves", shown), "the picture's place is taken by the table"
     assert [target for target in re.findall(r"\]\(([^)]*)\)", shown) if not target.startswith("http")] == []
