@@ -22,8 +22,8 @@ _CPU = torch.device("cpu")
 class Step:
     """A model under a plan on this rank of the default process group, and what an optimizer step does with it.
 
-    Forward, zeroing and backward come in the order of Lightning's automatic optimization, and gradients are reduced
-    when the plan says, as `OSDPStrategy` does.
+    Forward, zeroing and backward come in the order of Lightning's automatic optimization, the last of them within the
+    optimizer's step, and gradients are reduced when the plan says, as `OSDPStrategy` does.
 
     Args:
         module: the model that the plan is for; it is sharded in place.
@@ -48,10 +48,14 @@ class Step:
         for index in range(last):
             with self.sharded.accumulating():
                 self._backward(index)
-        self._backward(last)
-        self.sharded.before_optimizer_step(self.optimizer)
+
+        def closure() -> float:
+            self._backward(last)
+            self.sharded.before_optimizer_step(self.optimizer)
+            return 0.0
+
         with self.sharded.stepping(self.optimizer):
-            self.optimizer.step()
+            self.optimizer.step(closure)
         self.sharded.reshard()
 
     def _backward(self, index: int) -> None:

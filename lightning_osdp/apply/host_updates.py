@@ -34,12 +34,16 @@ class HostRows:
     Args:
         parameters: shards whose states are on the host.
         device: of the shards.
+
+    Attributes:
+        spare: memory for copies of states, by id of parameters and by name.
     """
 
     def __init__(self, parameters: Iterable[Tensor], device: torch.device) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._device = device
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self.spare: dict[int, dict[str, Tensor]] = {}
 
     def holds(self, parameter: object) -> bool:
         """True if the host updates a parameter."""
@@ -63,21 +67,28 @@ class HostRows:
 
     def take(self, pairs: Sequence[tuple[DTensor, DTensor]]) -> list[Stepped]:
         """Copies rows of parameters, and of their gradients, to the host; returns when all are there."""
-        stepped = []
+        stepped = self.places(pairs)
+        self.fill(stepped, pairs)
+        return stepped
+
+    def places(self, pairs: Sequence[tuple[DTensor, DTensor]]) -> list[Stepped]:
+        """Returns the memory that `take` copies to, which is made where it is not there."""
         for parameter, gradient in pairs:
-            of_device = dtensors.local(parameter), dtensors.local(gradient)
             if id(parameter) not in self._copies:
                 rows, gradient_rows = (
-                    torch.empty_like(each, device="cpu", pin_memory=self._device.type == "cuda") for each in of_device
+                    torch.empty_like(dtensors.local(each), device="cpu", pin_memory=self._device.type == "cuda")
+                    for each in (parameter, gradient)
                 )
                 self._copies[id(parameter)] = rows, gradient_rows
-            copies = self._copies[id(parameter)]
+        return [Stepped(parameter, *self._copies[id(parameter)]) for parameter, _ in pairs]
+
+    def fill(self, stepped: Sequence[Stepped], pairs: Sequence[tuple[DTensor, DTensor]]) -> None:
+        """Copies rows of parameters, and of their gradients, to these places; returns when all are there."""
+        for (_, *copies), of_device in zip(stepped, pairs, strict=True):
             for copy, of in zip(copies, of_device, strict=True):
-                copy.copy_(of, non_blocking=True)
-            stepped.append(Stepped(parameter, *copies))
+                copy.copy_(dtensors.local(of), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return stepped
 
     def give_back(self, stepped: Iterable[Stepped]) -> None:
         """Copies rows back to the device, where all that is computed later finds them."""
@@ -113,6 +124,7 @@ class HostRows:
     def tensors(self, optimizers: Iterable[Optimizer]) -> Iterator[object]:
         """Yields what is in memory of the host: copies, and states of these optimizers."""
         yield from self._copies.values()
+        yield from self.spare.values()
         for optimizer in optimizers:
             for states in states_of(optimizer):
                 yield from (fields for parameter, fields in states.items() if self.holds(parameter))

@@ -42,6 +42,7 @@ from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.treatments import accumulate, arguments_of, change
 from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, policy_of, set_prefetch, shard
 from lightning_osdp.apply.updates import share_gradients, stepping_on_rows, try_optimizer
+from lightning_osdp.apply.updates_ahead import UpdatesAhead
 from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
@@ -120,6 +121,8 @@ class ShardedModel:
         hosted = [access.group_of(unit.handle) for unit in self.units if effects_of(unit.treatment).updates_on_host]
         shards = (shard for group in hosted if group is not None for shard, _ in access.parameters_of(group))
         self.host = HostRows(shards, device)
+        self._ahead = UpdatesAhead(self.host, device)
+        self._ahead.room_bytes = _room_on_host(plan)
         self._set_prefetch()
         gathering.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
         # All wrappers of methods of units are put on here, each around those before it. They come after begin(), which
@@ -142,7 +145,7 @@ class ShardedModel:
         self._writes = unsharded.GatheredWrites(self._groups)
         for group in self._groups:
             unsharded.Freezing(group)
-        self._reduce_scatters = in_flight.ReduceScatters(module, self._groups)
+        self._reduce_scatters = in_flight.ReduceScatters(module, self._groups, self._update_ahead)
         self._agreement = Agreement(module, self._groups, self._writes, num_exchanging=self._exchanging.num_units)
         self._waiting = backward.WaitingForwards(module, self._exchanging.add_outputs)
         access.set_owner(module, self)
@@ -206,13 +209,16 @@ class ShardedModel:
         """Makes hooks that were registered on parameters, before or after sharding, run on their gradients."""
         sharding.carry_hooks(self._groups)
 
-    def begin_fit(self) -> None:
+    def begin_fit(self, *, updates_ahead: bool = False) -> None:
         """Begins training, with nothing left of a step that an error or the end of a fit broke off.
+
+        With ``updates_ahead`` the host begins in backward with updates of the optimizer step that follows.
 
         Nodes begin with the same weights, even if their ranks have changed shards since, and all ranks begin with the
         scalars and buffers of rank 0.
         """
         self._forget_step()
+        self._ahead.begin_fit(is_on=updates_ahead)
         self._residence.open()
         self._writes.begin_fit()
         for unit in self.units:
@@ -222,6 +228,7 @@ class ShardedModel:
     def end_fit(self) -> None:
         """Ends a fit without errors; raises a `ConfigurationError` about its last step, see `before_optimizer_step`."""
         self.free()
+        self._ahead.end_fit()
         self._exchanging.outputs.release()
         self._agreement.end_fit()
 
@@ -279,7 +286,14 @@ class ShardedModel:
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Context for calls of ``step()`` of an optimizer, with or without a closure."""
-        return stepping_on_rows(optimizer, self.host)
+        return stepping_on_rows(optimizer, self.host, self._ahead)
+
+    def _update_ahead(self, group: Any) -> None:
+        """Begins updates on the host of a unit whose gradients are reduced, if an optimizer is stepping."""
+        ready = None
+        if group.device.type == "cuda":  # nothing is reduced where another micro-batch has left all that there is
+            ready = group._post_reduce_event or torch.cuda.current_stream(group.device).record_event()
+        self._ahead.begin((parameter for parameter, _ in access.parameters_of(group)), ready)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -325,7 +339,7 @@ class ShardedModel:
         self._agreement.check_plan(None if is_known else plan, check)
         self.free()
         self._forwards.choose(plan.blocks, units=[unit.name for unit in self.units])
-        self.plan, before = plan, self.units
+        self.plan, before, self._ahead.room_bytes = plan, self.units, _room_on_host(plan)
         treatments = planned_treatments(plan)
         read = {name: unit.is_read for unit in plan.units for name, _ in treatments_by_name(unit)}
         self.units = tuple(
@@ -525,6 +539,11 @@ class ShardedModel:
         """Loads states of all optimizers from a sharded checkpoint."""
         with self._reading():
             stored.load_optimizers(self.module, optimizers, self.host)
+
+
+def _room_on_host(plan: Plan | None) -> int | None:
+    """Bytes of the host's memory that a plan leaves of its limit; None without one."""
+    return None if plan is None or plan.host_limit_bytes is None else plan.host_limit_bytes - plan.host_bytes
 
 
 def sharded_as(module: nn.Module) -> ShardedModel | None:

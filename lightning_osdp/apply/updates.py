@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows, Stepped
 from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.apply.units import ONE_MESH
+from lightning_osdp.apply.updates_ahead import UpdatesAhead
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.operations.optimizers import check_supported, copied, is_elementwise
+from lightning_osdp.operations.optimizers import arithmetic, check_supported, copied, is_elementwise
 
 _NUM_STEPS = 2
 """Number of steps in which an optimizer is tried."""
@@ -47,12 +48,15 @@ def share_gradients(optimizer: Optimizer) -> None:
 
 
 @contextmanager
-def stepping_on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Iterator[None]:
+def stepping_on_rows(
+    optimizer: Optimizer, host: HostRows = NOTHING_HELD, ahead: UpdatesAhead | None = None
+) -> Iterator[None]:
     """Makes elementwise optimizers compute with this rank's rows, as plain tensors, within the context.
 
     Only the arithmetic sees rows: the closure and hooks of the step see DTensors. An optimizer that is not exactly one
     of torch's, or has a tensor without the layout of its parameter, computes with DTensors. Parameters that ``host``
     holds are updated there, when all others are: before later hooks, in what is one step to all but the arithmetic.
+    Where there is ``ahead``, these updates begin in a backward within the context, such as that of a closure.
 
     Raises:
         ConfigurationError: a tensor has not the layout of its parameter, and the host is to update some parameters.
@@ -92,12 +96,16 @@ def stepping_on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Ite
     def end_on_host(*_: object) -> None:
         nonlocal held
         end()
-        _update_on_host(optimizer, held, host)
+        _update_on_host(optimizer, held, host, ahead)
         held = ()
 
     # `begin` is the last hook before the step, for the closure that other hooks leave; `end_on_host` is the first
     # one after it.
-    with optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end_on_host) as after:
+    with (
+        nullcontext() if ahead is None else ahead.stepping(optimizer),
+        optimizer.register_step_pre_hook(begin),
+        optimizer.register_step_post_hook(end_on_host) as after,
+    ):
         hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
         hooks.move_to_end(after.id, last=False)
         try:
@@ -134,27 +142,35 @@ def on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Iterator[Seq
         yield [pair for pair in pairs if id(pair[0]) in left_out]
 
 
-def _update_on_host(optimizer: Optimizer, pairs: Sequence[tuple[DTensor, DTensor]], host: HostRows) -> None:
+def _update_on_host(
+    optimizer: Optimizer, pairs: Sequence[tuple[DTensor, DTensor]], host: HostRows, ahead: UpdatesAhead | None
+) -> None:
     """Takes the step of an elementwise optimizer for what the host holds, unseen by modes that count for the device."""
     if not pairs:
         return
     with torch.no_grad(), _disable_current_modes():
-        stepped = host.take(pairs)
+        taken = () if ahead is None else ahead.taken(optimizer, pairs)
+        begun = {id(each.stepped.parameter) for each in taken}
+        num_states = len(optimizer.state)
+        stepped = host.take([pair for pair in pairs if id(pair[0]) not in begun])
         for name in ("grad_scale", "found_inf"):  # of a gradient scaler, which fused optimizers read
             value = getattr(optimizer, name, None)
             if isinstance(value, Tensor):
                 setattr(optimizer, name, value.cpu())
         ours = {id(each.parameter) for each in stepped}
         others = {id(p) for group in optimizer.param_groups for p in group["params"]} - ours
-        with _computing_with(optimizer, stepped, others), host.fused(optimizer):
-            _arithmetic(optimizer)(optimizer)
-        host.give_back(stepped)
-
-
-def _arithmetic(optimizer: Optimizer) -> Any:
-    """Step of an optimizer's class without hooks, in which torch has wrapped it."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+        with _computing_with(optimizer, stepped, others) if stepped else nullcontext(), host.fused(optimizer):
+            if stepped:
+                arithmetic(optimizer)(optimizer)
+        for each, fields in taken:
+            if fields:
+                _take_new(optimizer.state[each.parameter], fields, each.parameter)
+        if len(optimizer.state) > num_states:  # in one order on all ranks, which gather states in it
+            for parameter, _ in pairs:
+                if parameter in optimizer.state:
+                    optimizer.state[parameter] = optimizer.state.pop(parameter)
+        torch.autograd.graph.increment_version([each.parameter for each, _ in taken])
+        host.give_back([*stepped, *(each for each, _ in taken)])
 
 
 @contextmanager
@@ -309,7 +325,7 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
     for group, parameters in zip(trial.param_groups, tried, strict=True):
         group["params"] = parameters
     trial.param_groups[:] = [group for group in trial.param_groups if group["params"]]
-    step = _arithmetic(optimizer)
+    step = arithmetic(optimizer)
 
     def backward() -> Tensor:
         for small, gradient in gradients:

@@ -49,6 +49,12 @@ def can_update_on_host(optimizer: Optimizer) -> bool:
     return is_elementwise(optimizer) and type(optimizer) is not Adagrad and not is_bound
 
 
+def arithmetic(optimizer: Optimizer) -> Any:
+    """Step of an optimizer's class without hooks, in which torch has wrapped it."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
 @contextmanager
 def fused_on_host(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Has groups compute in torch's fused way where they leave that to torch, within the context.

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.optim import Optimizer
@@ -37,6 +37,7 @@ from lightning_osdp.strategy.checkpointing.entries import Generators
 from lightning_osdp.strategy.dry_run import plan_that_fits
 from lightning_osdp.strategy.longer_batches import LongerBatches, longer_batches_of
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_cpu_offload, pop_prefetch
+from lightning_osdp.strategy.planning.updates_ahead import why_updates_wait
 from lightning_osdp.strategy.precision import OSDPPrecision
 from lightning_osdp.strategy.racing import Racing, race_of
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
@@ -325,7 +326,10 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._sharded.begin_fit()
+        why_wait = why_updates_wait(self._trainer, self.optimizers)
+        self._sharded.begin_fit(updates_ahead=why_wait is None)
+        if why_wait is not None and any(map(self._sharded.host.held_in, self.optimizers)):
+            rank_zero_info(f"OSDP: the host updates in the optimizer's step alone, not beside backward: {why_wait}.")
         if self._units.model is not None:
             self._units.model.come_back()
         dry_run = self._units.options.dry_run

@@ -247,13 +247,14 @@ def offload(device: torch.device) -> Iterator[Finding]:
 
 
 def host_updates(device: torch.device) -> Iterator[Finding]:
-    """Steps with states of the optimizer on the host against steps with all of them on the device."""
-    found: dict[str, tuple[list[Tensor], int, float]] = {}
-    for place in ("device", "host"):
+    """Steps with states of the optimizer on the host, updated there beside backward or after, against none there."""
+    found: dict[tuple[str, bool], tuple[list[Tensor], int, float]] = {}
+    for place, is_ahead in (("device", False), ("host", False), ("host", True)):
         plan = mixed_plan(made("gpt"), 1, num_samples_on(device))
         plan = replace(plan, units=tuple(unit.treated(states=place) for unit in plan.units))
         with fake_group(1), peak_of(device) as peak:
             step = Step(made("gpt"), plan, device=device)
+            step.sharded.begin_fit(updates_ahead=is_ahead)
             for _ in range(2):
                 step()
             peak.restart()
@@ -263,18 +264,21 @@ def host_updates(device: torch.device) -> Iterator[Finding]:
             synchronize(device)
             step_s = time.perf_counter() - start
             weights = [local(shard).detach().cpu() for shard in step.sharded.shards]
-        found[place] = weights, peak.num_bytes, step_s
-    (ours, own_bytes, own_s), (others, device_bytes, device_s) = found["host"], found["device"]
-    apart = max(float((one - other).abs().max()) for one, other in zip(ours, others, strict=True))
-    states_bytes = 2 * sum(weight.nbytes for weight in ours)
-    numbers = {
-        "weights_apart": apart,
-        "peak_MiB": own_bytes / _MIB,
-        "device_MiB": device_bytes / _MIB,
-        "states_MiB": states_bytes / _MIB,
-        "more_ms": (own_s - device_s) * 1e3,
-    }
-    yield Finding("states on the host", apart <= 1e-5 and device_bytes - own_bytes >= 0.95 * states_bytes, numbers)
+        found[place, is_ahead] = weights, peak.num_bytes, step_s
+    others, device_bytes, device_s = found["device", False]
+    states_bytes = 2 * sum(weight.nbytes for weight in others)
+    for is_ahead in (False, True):
+        ours, own_bytes, own_s = found["host", is_ahead]
+        apart = max(float((one - other).abs().max()) for one, other in zip(ours, others, strict=True))
+        numbers = {
+            "weights_apart": apart,
+            "peak_MiB": own_bytes / _MIB,
+            "device_MiB": device_bytes / _MIB,
+            "states_MiB": states_bytes / _MIB,
+            "more_ms": (own_s - device_s) * 1e3,
+        }
+        is_good = apart <= 1e-5 and device_bytes - own_bytes >= 0.95 * states_bytes
+        yield Finding(f"states on the host{', updated beside backward' if is_ahead else ''}", is_good, numbers)
 
 
 _Made: TypeAlias = Callable[[], Family]

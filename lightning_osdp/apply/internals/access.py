@@ -95,6 +95,7 @@ _ATTRIBUTES = {
         "_module_to_pre_save_state_dict_hook_handle",
         "_partial_reduce_output",
         "_post_forward_indices",
+        "_post_reduce_event",
         "_reduce_scatter_comm",
         "_reshard_after_forward_event",
         "_training_state",

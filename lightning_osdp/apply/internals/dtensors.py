@@ -20,6 +20,12 @@ _SHARD = "_osdp_shard"
 """Attribute that marks parameters as shards of a unit: how often somebody asked for what may be written to unseen."""
 _PIECES = 2**12, 2**18
 """Least and most elements that are hashed at once, beside 16 bytes for each; between, a 64th of a tensor is."""
+_MIXING = (-7046029254386353131, -4658895280553007687)
+"""Odd factors that mix numbers of 64 bits, signed.
+
+References:
+    Steele, Lea, Flood, Fast splittable pseudorandom number generators, OOPSLA 2014.
+"""
 
 
 def read_whole_values() -> None:
@@ -191,14 +197,24 @@ def write_rows(sharded: DTensor, whole: Tensor) -> None:
 
 
 def hash_of(tensor: Tensor) -> int:
-    """Hash of the bits of a tensor and of their order, below 2^64."""
-    flat = tensor.detach().flatten()
-    bits = flat.view(torch.int16 if flat.itemsize > 1 else torch.int8)
+    """Hash of the bits of a tensor and of their order, below 2^64, the same on all devices.
+
+    It is a sum with a factor for each place, which is as good as random: with those of a line, changes of all signs
+    would cancel out in some small tensors. The device is waited for once.
+    """
+    flat = tensor.detach().flatten().contiguous()
+    bits = flat.view({1: torch.int8, 2: torch.int16}.get(flat.itemsize, torch.int32))
     least, most = _PIECES
+    size = min(max(least, -(-len(bits) // 64)), most)
+    factors = torch.arange(1, min(size, len(bits)) + 1, device=bits.device)
+    for shift, times in ((33, _MIXING[0]), (29, _MIXING[1])):  # overflow is meant
+        factors.mul_(times)
+        factors ^= factors >> shift
+    factors |= 1
+    sums = torch.stack([(piece * factors[: len(piece)]).sum() for piece in bits.split(size)])
     found = 0
-    for piece in bits.split(min(max(least, -(-len(bits) // 64)), most)):
-        odd = 2 * torch.arange(len(piece), device=piece.device) + 1
-        found = (found * 1_000_003 + int((piece * odd).sum())) % 2**64
+    for each in sums.tolist():
+        found = (found * 1_000_003 + each) % 2**64
     return found
 
 

@@ -33,29 +33,38 @@ class ReduceScatters:
 
     Args:
         root: of the units.
-        groups: their parameters; those that are not reduced by gloo are left as they are.
+        groups: their parameters; reduce-scatters of those that are not reduced by gloo are left as they are.
+        on_reduced: called with a group when its shards have been given gradients, if it had any; on a GPU they are
+            there after the group's ``_post_reduce_event``.
     """
 
-    def __init__(self, root: nn.Module, groups: Sequence[Any]) -> None:
-        self._most = REDUCTIONS_IN_FLIGHT
+    def __init__(
+        self, root: nn.Module, groups: Sequence[Any], on_reduced: Callable[[Any], None] = access.do_nothing
+    ) -> None:
+        self._most, self._on_reduced = REDUCTIONS_IN_FLIGHT, on_reduced
         self._in_flight: deque[_Begun] = deque()
         self._latest: _Begun | None = None  # in the unit whose gradients torch is about to set
         for group in groups:
             if is_by_gloo(group.mesh_info.shard_process_group, group.device):
                 group.modules[0].set_custom_reduce_scatter(_UnitReduceScatter(self, group))
-                group.post_backward = partial(self._post_backward, group, group.post_backward)
+            group.post_backward = partial(self._post_backward, group, group.post_backward)
         for state in access.state_of(root)._state_ctx.all_states:
             state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
 
     def make_room(self) -> None:
         """Ends the oldest reduce-scatters until one more may be in flight."""
         while len(self._in_flight) >= self._most:
-            self._in_flight.popleft().end()
+            self._end_oldest()
 
     def finish(self) -> None:
         """Ends all reduce-scatters: shards have their gradients then."""
         while self._in_flight:
-            self._in_flight.popleft().end()
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        begun = self._in_flight.popleft()
+        begun.end()
+        self._on_reduced(begun.group)
 
     def forget(self) -> None:
         """Waits for the reduce-scatters of a step that is given up, and drops their outputs."""
@@ -76,6 +85,8 @@ class ReduceScatters:
             latest, self._latest = self._latest, None
             if latest is not None:
                 latest.put_aside()
+        if latest is None:
+            self._on_reduced(group)
 
     def _end(self, end: Callable[[], None]) -> None:
         end()
@@ -116,7 +127,7 @@ class _Begun:
     """A reduce-scatter in flight, with the gradients that it will fill."""
 
     def __init__(self, group: Any, output: Tensor, whole: Tensor, process_group: dist.ProcessGroup, op: Any) -> None:
-        self._output, self._whole, self._op = output, whole, op
+        self.group, self._output, self._whole, self._op = group, output, whole, op
         self._name = group._module_fqn
         _, self._divisor, *_ = _get_gradient_divide_factors(
             process_group,

@@ -44,12 +44,20 @@ _PLAIN_METHODS = ("__new__", "__getattribute__", "__getnewargs__")
 
 def why_hooks_count(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     """Names a hook that runs in each micro-batch and is not known to be harmless; None if there is none."""
+    hook = unknown_hook(trainer, module, _BATCH_HOOKS, ("backward",))
+    return None if hook is None else f"{hook} runs once for each micro-batch"
+
+
+def unknown_hook(
+    trainer: pl.Trainer, module: pl.LightningModule, hooks: Sequence[str], of_module: Sequence[str]
+) -> str | None:
+    """Names one of these hooks, some of the module alone, that is not known to be harmless; None if there is none."""
     for holder in (*all_callbacks(trainer), module):
-        for hook in (*_BATCH_HOOKS, *(("backward",) if holder is module else ())):
+        for hook in (*hooks, *(of_module if holder is module else ())):
             owner = next((base for base in type(holder).__mro__ if hook in vars(base)), object)
             is_own = owner.__module__.startswith(("lightning_osdp.", "lightning.pytorch.core."))
             if hook in vars(holder) or not (is_own or f"{owner.__module__}.{owner.__qualname__}" in HARMLESS):
-                return f"{hook} of {type(holder).__name__} runs once for each micro-batch"
+                return f"{hook} of {type(holder).__name__}"
     return None
 
 

@@ -1,6 +1,13 @@
 """Units that the host updates: bit for bit as the device updates them, whatever goes on around the step."""
 
+import contextlib
 import dataclasses
+import os
+import subprocess
+import sys
+from concurrent.futures import wait
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,8 +18,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_osdp import OSDPStrategy, SearchSpace, simulate
-from lightning_osdp.apply import local
+from lightning_osdp.apply import local, updates_ahead
 from lightning_osdp.apply.host_updates import HostRows
+from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.apply.updates import stepping_on_rows
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.errors import OSDPError
@@ -50,10 +58,19 @@ NAMES = tuple(name for name in CLASSES if name != "Adagrad")
 # ---- the arithmetic
 
 
+@contextlib.contextmanager
 def partly_on_host(optimizer):
-    """Steps of which the host takes two thirds."""
+    """Steps of which the host takes two thirds, and half of these in two units that begin ahead."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return stepping_on_rows(optimizer, HostRows((p for place, p in enumerate(parameters) if place % 3), CPU))
+    held = [p for place, p in enumerate(parameters) if place % 3]
+    host = HostRows(held, CPU)
+    ahead = updates_ahead.UpdatesAhead(host, CPU)
+    ahead.begin_fit(is_on=True)
+    with stepping_on_rows(optimizer, host, ahead):
+        for unit in (held[::4], held[1::4]):
+            ahead.begin(unit)
+        yield
+    assert ahead.num_taken == sum(p.grad is not None for p in (*held[::4], *held[1::4]))
 
 
 def equals_the_device(names, in_nodes):
@@ -154,6 +171,136 @@ def test_optimizers_that_the_host_cannot_step_are_refused(ranks):
         assert "Expected gradients and states with the layout of their parameters" in laid_out[1]
 
 
+# ---- updates that begin in backward
+
+CHANGES = {
+    "nothing": lambda *_: None,
+    "the gradient through data": lambda parameter, _: parameter.grad.data.mul_(0.5),
+    "the gradient through rows": lambda parameter, _: parameter.grad.to_local().mul_(0.5),
+    "the gradient by several at once": lambda parameter, _: torch._foreach_mul_([parameter.grad], 0.5),
+    "rows of the gradient": lambda parameter, _: torch._foreach_neg_([local(parameter.grad)]),
+    "rows of weights": lambda parameter, _: torch._foreach_mul_([local(parameter)], 0.9),
+    "the gradient in place": lambda parameter, _: parameter.grad.clamp_(-0.5, 0.5),
+    "the gradient as another": lambda parameter, _: setattr(parameter, "grad", parameter.grad * 2),
+    "weights": lambda parameter, _: parameter.mul_(0.9),
+    "weights through data": lambda parameter, _: parameter.data.mul_(0.9),
+    "options": lambda _, optimizer: optimizer.param_groups[0].update(lr=0.01),
+    "options in place": lambda _, optimizer: optimizer.param_groups[0]["lr"].mul_(0.5),
+    "states": lambda _, optimizer: [f["exp_avg"].mul_(0.5) for f in optimizer.state.values() if "exp_avg" in f],
+    "states by several at once": lambda _, optimizer: [
+        torch._foreach_mul_([f["exp_avg_sq"]], 0.5) for f in optimizer.state.values() if "exp_avg_sq" in f
+    ],
+    "other states": lambda _, optimizer: [f.update(exp_avg=f["exp_avg"] * 1) for f in optimizer.state.values() if f],
+    "step counts": lambda _, optimizer: [f["step"].add_(1) for f in optimizer.state.values() if f],
+}
+"""Changes between backward and an optimizer step."""
+
+
+def stepped_ahead(change, is_ahead=True, steps=3, changing=10, room_bytes=None, **options):
+    """Values and states after steps of which the host takes one parameter, and the number of updates taken ahead.
+
+    Changes are made in the first steps alone.
+    """
+    parameters = [nn.Parameter(cut(torch.ones(6, 2) * number)) for number in (1, 2)]
+    for parameter in parameters:
+        dtensors.mark_shard(parameter)
+    lr = torch.tensor(0.1) if change == "options in place" else 0.1
+    optimizer = torch.optim.AdamW(parameters, lr=lr, **options)
+    host = HostRows(parameters[1:], CPU)
+    ahead = updates_ahead.UpdatesAhead(host, CPU)
+    ahead.begin_fit(is_on=is_ahead)
+    ahead.room_bytes = room_bytes
+
+    def closure(name):
+        for parameter in parameters:
+            parameter.grad = parameter.detach() * 0.3
+        ahead.begin(parameters)
+        wait([begun.work for begun in ahead._begun])  # what changes before it is computed is no change
+        with torch.no_grad():
+            CHANGES[name](parameters[1], optimizer)
+
+    for step in range(steps):
+        with stepping_on_rows(optimizer, host, ahead), torch.no_grad():
+            optimizer.step(partial(closure, change if step < changing else "nothing"))
+    states = [(name, local(value).clone()) for p in parameters for name, value in optimizer.state[p].items()]
+    return [local(p).clone() for p in parameters], states, ahead.num_taken
+
+
+def is_equal(ours, other):
+    values = zip(ours[0], other[0], strict=True)
+    states = zip(ours[1], other[1], strict=True)
+    return all(map(torch.equal, *zip(*values, strict=True))) and all(
+        name == its and torch.equal(value, of) for (name, value), (its, of) in states
+    )
+
+
+def taken_ahead():
+    """Returns if steps are those without updates ahead, and how many of these they take, by change; and a failure."""
+    dtensors.set_values()
+    found = {}
+    for change in CHANGES:
+        for how in ({"foreach": False}, {"foreach": True}, {"fused": True}) if change == "nothing" else ({},):
+            ours, other = (stepped_ahead(change, is_ahead, **how) for is_ahead in (True, False))
+            found.setdefault(change, []).append((is_equal(ours, other), ours[2]))
+    found["room"] = [
+        stepped_ahead("nothing", room_bytes=room_bytes)[2] for room_bytes in (2 * 6 * 4 + 4, 2 * 6 * 4 + 3)
+    ]
+    clipped = [stepped_ahead("the gradient in place", is_ahead, steps=9, changing=3) for is_ahead in (True, False)]
+    with mock.patch.object(updates_ahead, "arithmetic", side_effect=ArithmeticError("no update")):
+        try:
+            stepped_ahead("nothing")
+            failed = None
+        except ArithmeticError as error:
+            failed = str(error)
+    return found, (is_equal(*clipped), clipped[0][2]), failed
+
+
+def test_a_step_takes_no_update_of_what_has_changed_since_backward(ranks):
+    for found, clipped, failed in ranks(2).run(taken_ahead):
+        assert found.pop("nothing") == [(True, 3), (True, 3), (True, 3)]
+        assert found.pop("room") == [3, 1]  # for two states of 6 elements and a count, where there are any
+        for name in ("states", "states by several at once", "other states", "step counts"):
+            assert found.pop(name) == [(True, 1)]  # a first step has no states that could be changed
+        assert found.pop("options") == [(True, 1)]  # later steps change them to what they are
+        assert all(each == [(True, 0)] for each in found.values()), found
+        # updates begin in steps 1, 3, 6, which leave out 1, 2 and then none, and in all later ones
+        assert clipped == (True, 4)
+        assert failed == "no update"
+
+
+FAILING = """
+import os, threading
+import lightning as L
+from lightning_osdp import OSDPStrategy
+from lightning_osdp.apply import updates_ahead
+from tests.distributed.support.models import WideMLP
+
+rank, arithmetic = int(os.environ.get("LOCAL_RANK", 0)), updates_ahead.arithmetic
+
+def failing(optimizer):
+    if rank == 1 and threading.current_thread().name.startswith("osdp-updates"):
+        raise ArithmeticError("no update")
+    return arithmetic(optimizer)
+
+updates_ahead.arithmetic, module = failing, WideMLP("adamw")
+options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 3}
+trainer = L.Trainer(strategy=OSDPStrategy(cpu_offload=True), accelerator="cpu", devices=2, **options)
+trainer.fit(module, module.loader(rank, 2))
+"""
+"""Fit of two processes, in one of which the thread fails."""
+
+
+@pytest.mark.slow
+def test_an_error_in_the_thread_ends_all_ranks_with_its_text(tmp_path):
+    script, root = tmp_path / "failing.py", Path(__file__).parents[3]
+    script.write_text(FAILING)
+    environment = {**os.environ, "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
+    command, options = [sys.executable, script], {"text": True, "capture_output": True, "timeout": 120}
+    ended = subprocess.run(command, check=False, env=environment, cwd=tmp_path, **options)
+    assert ended.returncode != 0
+    assert "Rank 1 failed: ArithmeticError: no update" in ended.stderr
+
+
 # ---- fits
 
 
@@ -170,6 +317,10 @@ def fits(name, optimizer, dtype, number=2, num_micro_batches=1, clip=None, modes
     held = [host.holds(p) for group in fit.optimizers[0].param_groups for p in group["params"]]
     return {
         "held": (sum(held), len(held)),
+        "ahead": fit.strategy._sharded._ahead.num_taken,
+        "scalars": sum(
+            host.holds(p) for group in fit.optimizers[0].param_groups for p in group["params"] if not p.dim()
+        ),
         "losses": own_losses == losses,
         "device": largest_difference(ours, device) if ours else 0.0,
         "ddp": largest_difference(ours, ddp) if ours else 0.0,
@@ -183,7 +334,7 @@ def fits(name, optimizer, dtype, number=2, num_micro_batches=1, clip=None, modes
         (1, {"optimizer": "adamw", "number": 1}),
         (2, {"optimizer": "adamw"}),
         slow(2, {"optimizer": "adamw", "number": 1}),
-        (2, {"optimizer": "sgd", "num_micro_batches": 3}),
+        (2, {"optimizer": "sgd", "num_micro_batches": 3, "clip": 1e3}),  # which nothing comes to
         (2, {"optimizer": "adamw", "clip": 0.05}),
         slow(4, {"optimizer": "adamw", "num_micro_batches": 2}),
         slow(2, {"optimizer": "adamw", "name": "tied_gpt", "number": 1}),
@@ -196,6 +347,9 @@ def test_five_steps_equal_those_with_states_on_the_device(ranks, world_size, opt
         held, number = found["held"]
         assert 0 < held <= number
         assert held == number or given.get("number") != 1
+        # in five steps; gradients of scalars are rank 0's
+        all_ahead = 5 * (held - found["scalars"])
+        assert found["ahead"] < all_ahead if given.get("clip") == 0.05 else found["ahead"] == all_ahead
         assert found["losses"]
         assert found["device"] == 0.0
         assert found["ddp"] < (1e-7 if given.get("clip") else 1e-9)  # torch adds 1e-6 to the norm
@@ -210,11 +364,11 @@ def scaled(optimizer):
         fit = fitted(OSDPStrategy(plan=each), module, precision="16-mixed", max_steps=6)
         found.append((fit.strategy.whole_state_dict(on_all_ranks=True), fit.precision_plugin.scaler.get_scale()))
     (device, scale), (ours, own_scale) = found
-    return largest_difference(ours, device), scale == own_scale
+    return largest_difference(ours, device), scale == own_scale, fit.strategy._sharded._ahead.num_taken
 
 
 def test_a_gradient_scaler_sees_the_same_step(ranks):
-    assert ranks(2).run(scaled, optimizer="adamw") == [(0.0, True)] * 2
+    assert ranks(2).run(scaled, optimizer="adamw") == [(0.0, True, 0)] * 2
 
 
 def by_hand():

@@ -1,0 +1,330 @@
+"""Updates on the host that begin in backward, once the gradients of a unit are there, in a thread beside it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_osdp.apply.host_updates import HostRows, Stepped
+from lightning_osdp.apply.internals import dtensors
+from lightning_osdp.operations.optimizers import arithmetic
+
+_log = logging.getLogger(__name__)
+
+_MOST_LEFT_OUT = 64
+"""Most steps in a row in which no update begins."""
+_SAMPLE = 1024
+"""Elements of a state that are hashed, at least."""
+
+
+class Updated(NamedTuple):
+    """Rows on the host as a step leaves them, and the state of the parameter then."""
+
+    stepped: Stepped
+    fields: dict[str, Any]
+
+
+class _Computed(NamedTuple):
+    """Update of one parameter, with marks of what it was computed of."""
+
+    fields: dict[str, Any]
+    """State as the update leaves it."""
+    hashes: tuple[int, int]
+    """Hashes of the rows of the parameter and of its gradient."""
+    states: object
+    """Marks of its states."""
+
+
+_Copies = dict[str, tuple[Any, Tensor | None]]
+"""States by name, each with memory for its copy if it is a tensor."""
+
+
+class _Begun(NamedTuple):
+    """Updates of a unit that have begun."""
+
+    optimizer: Optimizer
+    stepped: Mapping[int, Stepped]
+    """Parameters by id."""
+    options: Mapping[int, Mapping[str, Any]]
+    """Options of the group of each parameter, by id."""
+    copies: Mapping[int, _Copies]
+    """States of parameters, by id, which live as long as their ids are part of marks."""
+    work: Future[Mapping[int, _Computed]]
+    """Updates of parameters, by id."""
+
+
+class UpdatesAhead:
+    """Updates of parameters on the host, each begun in backward for the optimizer step that follows.
+
+    An update is computed of what is there then: weights, gradient, states and options of the group. Anybody may change
+    these before the step, as clipping does, and no version tells of all changes. Therefore an update touches copies
+    alone, and the step takes it only if weights and gradients have the bits that were copied, by their hashes, and
+    options and states are as they were: states by counts, versions and samples. Else the step is computed at its own
+    place, and no update begins in the next step, then in the next two, and so on, as long as this happens again. Either
+    way these are the numbers of a step without updates ahead, for the arithmetic is that of single elements.
+
+    Copies of states take memory of the host beside these, of which there may be a limit.
+
+    [Unvalidated on CUDA: run on CPU alone.]
+
+    Args:
+        host: parameters that the host updates.
+        device: of their shards.
+
+    Attributes:
+        room_bytes: most bytes of copies of states; None: as many as there are.
+        num_taken: number of updates of parameters that steps have taken.
+    """
+
+    def __init__(self, host: HostRows, device: torch.device) -> None:
+        self.room_bytes: int | None = None
+        self.num_taken = 0
+        self._host, self._device = host, device
+        self._is_on = self._has_said = False
+        self._num_left_out, self._next_left_out = 0, 1  # steps
+        self._optimizer: Optimizer | None = None
+        self._groups: Mapping[int, int] = {}  # number of the group of each parameter that may begin, by id
+        self._begun: list[_Begun] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._stream: Any = None
+
+    def begin_fit(self, *, is_on: bool) -> None:
+        """Lets updates begin in the fit that begins now, or none."""
+        self._is_on, self._has_said = is_on, False
+        self._num_left_out, self._next_left_out = 0, 1
+
+    def end_fit(self) -> None:
+        """Lets no more updates begin, and ends the thread."""
+        self._is_on = False
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Lets updates begin of what an optimizer has on the host, within the context of its step."""
+        held = self._host.held_in(optimizer) if self._is_on else {}
+        if held and self._num_left_out:
+            self._num_left_out -= 1
+        elif held:
+            self._optimizer = optimizer
+            # ranks are given rank 0's gradients of scalars before they step
+            self._groups = {
+                id(each): number
+                for number, group in enumerate(optimizer.param_groups)
+                for each in group["params"]
+                if id(each) in held and each.dim()
+            }
+        try:
+            yield
+        finally:
+            wait([each.work for each in self._begun])
+            self._optimizer, self._groups, self._begun = None, {}, []
+
+    def begin(self, parameters: Iterable[Tensor], ready: Any = None) -> None:
+        """Begins updates of a unit where an optimizer is stepping, for those parameters whose gradients are there.
+
+        Args:
+            parameters: shards of the unit.
+            ready: event of a GPU after which gradients are there; None: they are.
+        """
+        optimizer = self._optimizer
+        if optimizer is None or _is_scaled(optimizer):
+            return
+        pairs = [
+            (parameter, parameter.grad)
+            for parameter in parameters
+            if id(parameter) in self._groups
+            and isinstance(parameter, DTensor)
+            and isinstance(parameter.grad, DTensor)
+            and dtensors.has_layout_of(parameter.grad, parameter)
+        ]
+        if not pairs:
+            return
+        with _disable_current_modes():  # which count for the device
+            copies = self._copies(optimizer, [parameter for parameter, _ in pairs])
+            if copies is None:
+                return
+            stepped = self._host.places(pairs)
+        options = [_options(group) for group in optimizer.param_groups]
+        rows: list[list[Tensor]] = [[] for _ in options]
+        for each in stepped:
+            rows[self._groups[id(each.parameter)]].append(each.rows)
+        twin: Optimizer = object.__new__(type(optimizer))
+        of_twin = [{**of, "params": params} for of, params in zip(options, rows, strict=True) if params]
+        vars(twin).update({**vars(optimizer), "param_groups": of_twin})
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="osdp-updates")
+        self._begun.append(
+            _Begun(
+                optimizer=optimizer,
+                stepped={id(each.parameter): each for each in stepped},
+                options={id(each.parameter): options[self._groups[id(each.parameter)]] for each in stepped},
+                copies=copies,
+                work=self._thread.submit(self._update, twin, stepped, pairs, copies, ready),
+            )
+        )
+
+    def taken(self, optimizer: Optimizer, pairs: Sequence[tuple[DTensor, DTensor]]) -> list[Updated]:
+        """Returns what has begun of these parameters with these gradients, and is what a step now would compute.
+
+        No update goes on when it returns.
+
+        Raises:
+            Exception: an update failed.
+        """
+        latest = {key: each for each in self._begun for key in each.stepped}
+        given = {id(parameter): (parameter, gradient) for parameter, gradient in pairs}
+        of_groups = ((_options(group), group["params"]) for group in optimizer.param_groups)
+        options = {id(each): of for of, parameters in of_groups for each in parameters}
+        found, is_same = [], True
+        for begun in self._begun:
+            of_step = [key for key in begun.stepped if latest[key] is begun and key in given]
+            if (not is_same or not of_step) and begun.work.cancel():
+                continue
+            computed = begun.work.result()
+            for key in of_step:
+                is_own = begun.optimizer is optimizer and not _is_scaled(optimizer)
+                is_own = is_own and _is_equal(options[key], begun.options[key])
+                if is_own and _is_as_computed(optimizer, *given[key], computed[key]):
+                    found.append(Updated(begun.stepped[key], computed[key].fields))
+                else:
+                    is_same = False
+        wait([each.work for each in self._begun])
+        if not is_same:
+            self._leave_out()
+        elif found:
+            self._next_left_out = 1
+        for updated in found:
+            before = optimizer.state.get(updated.stepped.parameter, {})
+            rows = {name: dtensors.local(value) for name, value in before.items() if isinstance(value, Tensor)}
+            self._host.spare[id(updated.stepped.parameter)] = rows  # memory of the next copies
+        self.num_taken += len(found)
+        return found
+
+    def _leave_out(self) -> None:
+        """Lets no updates begin in some steps, and says so once in a fit."""
+        self._num_left_out = self._next_left_out
+        self._next_left_out = min(2 * self._next_left_out, _MOST_LEFT_OUT)
+        if not self._has_said:
+            self._has_said = True
+            is_first = not dist.is_initialized() or dist.get_rank() == 0
+            _log.log(
+                logging.INFO if is_first else logging.DEBUG,
+                "OSDP: the host had begun to update units in backward, but weights, gradients, states or options have"
+                " changed before the optimizer's step, as by clipping. It updates them in the step, and begins less"
+                " often in backward the more often this happens.",
+            )
+
+    def _copies(self, optimizer: Optimizer, parameters: Sequence[DTensor]) -> dict[int, _Copies] | None:
+        """States of parameters, by id, with memory for their copies; None for lack of room."""
+        spare, found = self._host.spare, dict[int, _Copies]()
+        for parameter in parameters:
+            own, copies = spare.get(id(parameter), {}), _Copies()
+            for name, value in optimizer.state.get(parameter, {}).items():
+                place = own.get(name) if isinstance(value, Tensor) else None
+                if isinstance(value, Tensor):
+                    rows = dtensors.local(value)
+                    if place is None or (place.shape, place.dtype) != (rows.shape, rows.dtype):
+                        place = torch.empty_like(rows)
+                copies[name] = value, place
+            found[id(parameter)] = copies
+        new = {key: {name: of for name, (_, of) in each.items() if of is not None} for key, each in found.items()}
+        places = (place for each in {**spare, **new}.values() for place in each.values())
+        if self.room_bytes is not None and sum(place.nbytes for place in places) > self.room_bytes:
+            return None
+        spare.update(new)
+        return found
+
+    def _update(
+        self,
+        twin: Optimizer,
+        stepped: Sequence[Stepped],
+        pairs: Sequence[tuple[DTensor, DTensor]],
+        copies: Mapping[int, _Copies],
+        ready: Any,
+    ) -> Mapping[int, _Computed]:
+        """Takes the step of an optimizer's twin on copies; runs in the thread."""
+        with torch.no_grad(), self._after(ready):
+            self._host.fill(stepped, pairs)
+            hashes = [(dtensors.hash_of(each.rows), dtensors.hash_of(each.gradient)) for each in stepped]
+            marks = [
+                _marks({name: value for name, (value, _) in copies[id(each.parameter)].items()}) for each in stepped
+            ]
+            twin.state = defaultdict(dict)
+            for each in stepped:
+                each.rows.grad = each.gradient
+                for name, (value, place) in copies[id(each.parameter)].items():
+                    twin.state[each.rows][name] = value if place is None else place.copy_(dtensors.local(value))
+            try:
+                with self._host.fused(twin):
+                    arithmetic(twin)(twin)
+            finally:
+                for each in stepped:
+                    each.rows.grad = None
+            return {
+                id(each.parameter): _Computed(twin.state.get(each.rows, {}), of, marked)
+                for each, of, marked in zip(stepped, hashes, marks, strict=True)
+            }
+
+    @contextmanager
+    def _after(self, ready: Any) -> Iterator[None]:
+        """Makes copies of a GPU's memory follow an event, in a stream of their own."""
+        if ready is None:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_event(ready)
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def _is_as_computed(optimizer: Optimizer, parameter: DTensor, gradient: DTensor, computed: _Computed) -> bool:
+    """Tells if a parameter, its gradient and its states are what an update was computed of."""
+    hashes = (dtensors.hash_of(dtensors.local(each)) for each in (parameter, gradient))
+    return _marks(optimizer.state.get(parameter, {})) == computed.states and (*hashes,) == computed.hashes
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy of the options of a group."""
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+def _is_equal(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    def values(of: Mapping[str, Any]) -> list[Any]:
+        return [(name, value.tolist() if isinstance(value, Tensor) else value) for name, value in of.items()]
+
+    return values(options) == values(others)
+
+
+def _marks(fields: Mapping[str, Any]) -> object:
+    """Values of states without dimensions, and identities, versions and hashes of samples of others."""
+
+    def mark(value: Any) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        rows = dtensors.local(value)
+        if not rows.dim():
+            return float(rows)
+        sample = rows.flatten()[:: max(1, rows.numel() // _SAMPLE)]
+        return id(rows), value._version, rows._version, dtensors.hash_of(sample)
+
+    return [(name, mark(value)) for name, value in fields.items()]
+
+
+def _is_scaled(optimizer: Optimizer) -> bool:
+    """Tells if a gradient scaler has left an optimizer what fused steps divide gradients by."""
+    return any(isinstance(getattr(optimizer, name, None), Tensor) for name in ("grad_scale", "found_inf"))
