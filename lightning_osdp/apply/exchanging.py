@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
@@ -32,6 +33,7 @@ class ExchangingUnits:
 
     Attributes:
         parameters: the parts of parameters that this rank has.
+        in_nodes: names and parts of those that each node has all of.
         outputs: has outputs until backward comes to them.
     """
 
@@ -64,19 +66,31 @@ class ExchangingUnits:
                 on_function=on_function,
                 outputs=self.outputs,
                 dtype=policy.param_dtype,
+                reduce_dtype=policy.reduce_dtype or policy.param_dtype,
                 casts_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
             )
             make_stationary(root, unit.exchange, unit.operators, ranks)
             self._modules += modules
-        if units:
-            meshes.warm_up_exchanges()
+        meshes.warm_up_exchanges([unit.treatments[0] for unit in units])
         self.num_units = len(units)
         self.parameters: list[nn.Parameter] = [p for module in self._modules for p in module.parameters(recurse=False)]
+        held: list[tuple[str, Any]] = [
+            (f"{operator}.{name}", parameter)
+            for unit in units
+            for operator in unit.operators
+            for name, parameter in root.get_submodule(operator).named_parameters(recurse=False)
+        ]
+        self.in_nodes = [(name, parameter) for name, parameter in held if parameter.device_mesh.ndim > 1]
         for parameter in self.parameters:
             dtensors.mark_shard(parameter)
         for module in self._modules:
             sharding.keep_attributes(module)
             sharding.refuse_copies(module)
+
+    def copy_replicas(self) -> None:
+        """Copies parts of parameters that each node has from the first node to the others, whose values may differ."""
+        for _, parameter in self.in_nodes:
+            dist.broadcast(dtensors.local(parameter), group=parameter.device_mesh.get_group(0), group_src=0)
 
     def add_outputs(self, tensors: Sequence[Tensor]) -> None:
         """Adds outputs of another unit, to which backward has to come on all ranks where it does on one."""

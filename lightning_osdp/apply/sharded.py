@@ -93,6 +93,8 @@ class ShardedModel:
         self.reusable: Any = None
         self.check_options: Callable[[Plan], None] = access.do_nothing
         self._forwards, self._meshes, self._world = BlockForwards(module, device), Meshes(device), dist.group.WORLD
+        if plan is not None:
+            self._meshes.add_nodes(plan)
         self._exchanging = ExchangingUnits(
             module,
             plan,
@@ -106,7 +108,6 @@ class ShardedModel:
         )
         if plan is not None:
             self._forwards.choose(plan.blocks, units=[unit.name for unit in units])
-            self._meshes.add_nodes(plan)
         arguments = partial(arguments_of, meshes=self._meshes)
         shard(self.units, arguments, mixed_precision, initialize, self._exchanging.parameters)
         access.begin(module)
@@ -115,6 +116,7 @@ class ShardedModel:
             sharding.copy_replicas(unit.handle)
             change(unit, self._meshes, None)
             gathering.set_read(unit.handle, is_read=self._is_read(unit))
+        self._exchanging.copy_replicas()
         for child in module.modules():
             if isinstance(child, FSDPModule):
                 child.set_reduce_scatter_unused_params(True, recurse=False)
@@ -146,7 +148,13 @@ class ShardedModel:
         for group in self._groups:
             unsharded.Freezing(group)
         self._reduce_scatters = in_flight.ReduceScatters(module, self._groups, self._update_ahead)
-        self._agreement = Agreement(module, self._groups, self._writes, num_exchanging=self._exchanging.num_units)
+        self._agreement = Agreement(
+            module,
+            self._groups,
+            self._writes,
+            num_exchanging=self._exchanging.num_units,
+            in_nodes=self._exchanging.in_nodes,
+        )
         self._waiting = backward.WaitingForwards(module, self._exchanging.add_outputs)
         access.set_owner(module, self)
         self.carry_hooks()
@@ -223,6 +231,7 @@ class ShardedModel:
         self._writes.begin_fit()
         for unit in self.units:
             sharding.copy_replicas(unit.handle)
+        self._exchanging.copy_replicas()
         self._agreement.begin_fit()
 
     def end_fit(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -70,10 +70,11 @@ class Meshes:
         assert self.nodes is not None
         return self.nodes
 
-    def warm_up_exchanges(self) -> None:
-        """Runs an all-to-all over all ranks, as `warm_up` runs other collectives."""
-        if self._device.type != "cpu":
-            group = self._all_ranks.get_group()
+    def warm_up_exchanges(self, treatments: Iterable[Treatment]) -> None:
+        """Runs an all-to-all over the ranks that exchange activations, as `warm_up` runs other collectives."""
+        meshes = dict.fromkeys(self.mesh_for(each) for each in treatments) if self._device.type != "cpu" else ()
+        for mesh in meshes:
+            group = mesh.get_group(mesh.ndim - 1)
             given = torch.zeros(group.size(), device=self._device)
             dist.all_to_all_single(torch.empty_like(given), given, group=group)
 

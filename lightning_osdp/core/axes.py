@@ -63,9 +63,9 @@ def _moves_applies(value: str, _: Treatment, subject: Subject) -> bool:
     return value == "weights" or subject.may_exchange
 
 
-def _home_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
-    """Tells if a unit can be sharded over these ranks: over all where it moves activations."""
-    return value == "all" or (subject.has_nodes and treatment["moves"] == "weights")
+def _home_applies(value: str, _: Treatment, subject: Subject) -> bool:
+    """Tells if a unit can be sharded over these ranks."""
+    return value == "all" or subject.has_nodes
 
 
 def _keep_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
@@ -289,6 +289,9 @@ STATIONARY = Treatment(moves="activations")
 """Never gathered: ranks exchange inputs and outputs of its operators, of which each computes its part. Column-wise and
 row-wise tensor parallelism of an operator, with data parallelism around it."""
 
+NODE_STATIONARY = Treatment(moves="activations", home="node")
+"""Stationary among the ranks of a node, replicated across nodes: tensor parallelism in the node."""
+
 NAMED_MODES: Mapping[str, Treatment] = {
     "ZDP": ZDP,
     "hpZ": HPZ,
@@ -297,6 +300,7 @@ NAMED_MODES: Mapping[str, Treatment] = {
     "HSDP": HSDP,
     "HDP": HDP,
     "stationary": STATIONARY,
+    "node_stationary": NODE_STATIONARY,
 }
 """Treatments of a unit's parameters by the names that people know, in the order in which they are offered: of those
 that gather a unit over the same ranks, the one with the least memory first."""

@@ -233,12 +233,13 @@ class Cluster(Stored):
         """Seconds of one reduce-scatter of so many bytes of the whole tensor, over the ranks of `all_gather_s`."""
         return self._links(over).reduce_scatter.ring_s(num_bytes, self.num_ranks(over))
 
-    def all_to_all_s(self, num_bytes: float) -> float:
-        """Seconds of one all-to-all over all ranks, of ``num_bytes`` that each rank cuts into parts, one for itself.
+    def all_to_all_s(self, num_bytes: float, *, over: str = "all") -> float:
+        """Seconds of one all-to-all of ``num_bytes`` that each rank cuts into parts, over the ranks of `all_gather_s`.
 
-        It is not measured: a rank sends as many bytes as in an all-gather of so many, in as many messages.
+        One part is for itself. It is not measured: a rank sends as many bytes as in an all-gather of so many, in as
+        many messages.
         """
-        return self.all_gather_s(num_bytes)
+        return self.all_gather_s(num_bytes, over=over)
 
     def agreement_s(self, num_bytes: float) -> float:
         """Seconds in which all ranks agree on so many bytes by way of their hosts: a small all-reduce, as of gloo.

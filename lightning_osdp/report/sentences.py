@@ -354,9 +354,8 @@ def wire_bytes(plan: Plan) -> float:
 
 def _unit_wire_bytes(unit: Unit, plan: Plan) -> float:
     """Part of one unit in `wire_bytes`."""
-    if effects_of(unit.treatments[0]).exchanges:
-        return unit.exchanged_bytes
-    return sum(
+    moved_bytes = unit.exchanged_bytes if effects_of(unit.treatments[0]).exchanges else 0
+    return moved_bytes + sum(
         number * _sent_share(collective, plan) * whole_bytes
         for collective, number, whole_bytes in planned_collectives(unit, plan.num_micro_batches)
     )

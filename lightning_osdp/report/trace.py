@@ -35,6 +35,11 @@ _COLLECTIVES = {
     "exchange_outputs": "exchange of outputs",
     "exchange_output_gradients": "exchange of gradients of outputs",
     "exchange_input_gradients": "exchange of gradients of inputs",
+    "exchange_inputs_in_node": "exchange of inputs in nodes",
+    "exchange_outputs_in_node": "exchange of outputs in nodes",
+    "exchange_output_gradients_in_node": "exchange of gradients of outputs in nodes",
+    "exchange_input_gradients_in_node": "exchange of gradients of inputs in nodes",
+    "sum_between": "all-reduce between nodes",
 }
 _OVERHEAD = {
     "flatten": "gradients complete",

@@ -13,6 +13,7 @@ from lightning_osdp.core.axes import (
     HSDP,
     MODES,
     NAMED_MODES,
+    NODE_STATIONARY,
     ONE_NODE,
     RESIDENT,
     STATIONARY,
@@ -28,7 +29,8 @@ from lightning_osdp.core.axes import (
 
 def test_treatments_are_found_by_their_names_least_memory_first():
     expected = [("ZDP", ZDP), ("hpZ", HPZ), ("DP", DP), ("resident", RESIDENT), ("HSDP", HSDP), ("HDP", HDP)]
-    assert list(NAMED_MODES.items()) == [*expected, ("stationary", STATIONARY)]
+    expected += [("stationary", STATIONARY), ("node_stationary", NODE_STATIONARY)]
+    assert list(NAMED_MODES.items()) == expected
     assert [mode.but(reduce="last", saves="recompute").name for mode in NAMED_MODES.values()] == [*NAMED_MODES]
     assert named("DP", "HSDP", reduce="last") == (DP.but(reduce="last"), HSDP.but(reduce="last"))
 
@@ -66,10 +68,12 @@ def test_what_is_trained_in_nodes_or_reduces_its_gradients_later_does_not_stay_f
 def test_what_moves_activations_gathers_and_reduces_nothing_and_is_over_all_ranks():
     assert STATIONARY.within(ANYTHING) == STATIONARY
     assert STATIONARY.within(Subject(may_exchange=False)) == ZDP
-    others = {"keep": ("node", "whole", "always"), "reduce": ("last", "node"), "home": ("node",)}
-    for axis, values in others.items():
-        assert [STATIONARY.but(**{axis: value}).within(ANYTHING) for value in values] == [STATIONARY] * len(values)
-    assert [mode for mode in treatments_of(ANYTHING) if "moves" in mode] == [STATIONARY]
+    assert NODE_STATIONARY.within(ONE_NODE) == STATIONARY
+    others = {"keep": ("node", "whole", "always"), "reduce": ("last", "node")}
+    for mode in (STATIONARY, NODE_STATIONARY):
+        for axis, values in others.items():
+            assert [mode.but(**{axis: value}).within(ANYTHING) for value in values] == [mode] * len(values)
+    assert [mode for mode in treatments_of(ANYTHING) if "moves" in mode] == [STATIONARY, NODE_STATIONARY]
     assert modes_of(["stationary", "DP"]) == (DP, STATIONARY, DP.but(reduce="last"))
 
 
@@ -82,6 +86,7 @@ def test_what_frees_and_what_keeps_a_unit_are_over_the_same_ranks():
         "HSDP": (HSDP, HDP),
         "HDP": (HSDP, HDP),
         "stationary": (ZDP, DP),
+        "node_stationary": (HSDP, HDP),
     }
 
 

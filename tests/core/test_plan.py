@@ -196,7 +196,7 @@ def test_a_search_space_of_lists_and_sets_is_stored():
             {"modes": ["DDP"]},
             (
                 "SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP',"
-                " 'stationary')"
+                " 'stationary', 'node_stationary')"
             ),
         ),
         ({"slices": [1, 2.5]}, "search_space.slices[1] to be a whole number below 2^63, got 2.5"),
@@ -704,9 +704,9 @@ def test_a_plan_with_a_shard_in_each_node_is_for_nodes_of_this_size():
     [
         ({"node_size": 3}, "'node_size' of the plan to divide its 8 ranks, got 3"),
         ({"node_size": 0}, "'node_size' of the plan to divide its 8 ranks, got 0"),
-        ({"node_size": None}, r"modes \('hpZ', 'HSDP', 'HDP'\), got node_size None for 8 ranks"),
-        ({"node_size": 1}, r"modes \('hpZ', 'HSDP', 'HDP'\), got node_size 1 for 8 ranks"),
-        ({"node_size": 8}, r"modes \('hpZ', 'HSDP', 'HDP'\), got node_size 8 for 8 ranks"),
+        ({"node_size": None}, r"modes \('hpZ', 'HSDP', 'HDP', 'node_stationary'\), got node_size None for 8 ranks"),
+        ({"node_size": 1}, r"modes \('hpZ', 'HSDP', 'HDP', 'node_stationary'\), got node_size 1 for 8 ranks"),
+        ({"node_size": 8}, r"modes \('hpZ', 'HSDP', 'HDP', 'node_stationary'\), got node_size 8 for 8 ranks"),
     ],
 )
 def test_nodes_that_ranks_cannot_have_are_refused(fields, message):

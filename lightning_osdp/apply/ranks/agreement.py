@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.internals import access, backward, gathering, unsharded
+from lightning_osdp.apply.internals import access, backward, dtensors, gathering, unsharded
 from lightning_osdp.apply.ranks.buffers import Buffers, apart
 from lightning_osdp.apply.ranks.hosts import new_host_group
 from lightning_osdp.apply.units import OVER_ALL
@@ -78,7 +78,13 @@ class Agreement:
     """
 
     def __init__(
-        self, root: nn.Module, groups: Sequence[Any], writes: unsharded.GatheredWrites, *, num_exchanging: int
+        self,
+        root: nn.Module,
+        groups: Sequence[Any],
+        writes: unsharded.GatheredWrites,
+        *,
+        num_exchanging: int,
+        in_nodes: Sequence[tuple[str, Any]],
     ) -> None:
         world = dist.group.WORLD
         self._group = _own_group(world) if world is not None and world.size() > 1 else None
@@ -103,7 +109,15 @@ class Agreement:
         self._has_gradient = [False] * len(self._places)
         self._has_dropped = False  # since the last backward
         pairs = (pair for group in groups for pair in access.parameters_of(group))
-        self._in_nodes = [(parameter, owner) for parameter, owner in pairs if parameter.device_mesh.ndim > 1]
+        # with what gives a hash of this rank's part
+        self._in_nodes: list[tuple[str, Any, Callable[[], int]]] = [
+            *(
+                (access.name_of(owner), shard.device_mesh, partial(access.hash_of_rows, owner))
+                for shard, owner in pairs
+                if shard.device_mesh.ndim > 1
+            ),
+            *((name, part.device_mesh, partial(_hash_of_part, part)) for name, part in in_nodes),
+        ]
 
     def begin_fit(self) -> None:
         """Begins training, with no memory of a fit that ended with an error. Call it on all ranks.
@@ -329,10 +343,10 @@ class Agreement:
 
     def _check_nodes(self) -> None:
         """Raises `RanksApartError` unless all nodes have the same values of units that each of them has all of."""
-        hashes = [access.hash_of_rows(owner) for _, owner in self._in_nodes]
+        hashes = [hash_of_rows() for _, _, hash_of_rows in self._in_nodes]
         if not hashes:
             return
-        mesh = self._in_nodes[0][0].device_mesh
+        mesh = self._in_nodes[0][1]
         values = [value for each in hashes for value in (each, -each)]
         by_local_rank = [-_PRIME] * (mesh.size(1) * len(values))  # ranks of a node have different rows
         start = mesh.get_local_rank(1) * len(values)
@@ -340,12 +354,12 @@ class Agreement:
         largest = self._largest(by_local_rank)
         for place, (most, negated_least) in enumerate(zip(largest[::2], largest[1::2], strict=True)):
             if most + negated_least > 0:
-                name = access.name_of(self._in_nodes[place % len(hashes)][1])
+                name = self._in_nodes[place % len(hashes)][0]
                 raise RanksApartError(
                     f"Expected every node to have the same values of each parameter, but those of {name!r} differ. Each"
-                    " node has all of it (modes HSDP and HDP), so what changes weights or gradients of shards must do"
-                    " the same in all nodes: draw their random numbers from a generator of their own, seeded by the"
-                    " rank in the node, parameter.device_mesh.get_local_rank('node'), or leave these modes out:"
+                    " node has all of it (HSDP, HDP, node_stationary), so what changes weights or gradients of shards"
+                    " must do the same in all nodes: draw their random numbers from a generator of their own, seeded by"
+                    " the rank in the node, parameter.device_mesh.get_local_rank('node'), or leave these modes out:"
                     f" OSDPStrategy(search_space={OVER_ALL})."
                 )
 
@@ -367,6 +381,10 @@ class Agreement:
 def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Process group for this file alone, which orders its collectives; one for all models, for each has its threads."""
     return new_host_group(world)
+
+
+def _hash_of_part(part: torch.Tensor) -> int:
+    return dtensors.hash_of(dtensors.local(part)) % _PRIME
 
 
 def _check_same(hashes: Sequence[int], expected: str) -> None:

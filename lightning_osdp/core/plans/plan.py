@@ -126,8 +126,7 @@ class Plan:
         """Search space with what its units do: they may move activations where nobody has named that."""
         space = self.search_space
         moves = any("moves" in treatment for unit in self.units for treatment in unit.treatments)
-        is_named = not moves or STATIONARY.name in space.modes
-        return space if is_named else replace(space, modes=(*space.modes, STATIONARY.name))
+        return replace(space, modes=(*space.modes, STATIONARY.name)) if moves and not space.may_move else space
 
     @property
     def given_blocks(self) -> dict[str, str]:

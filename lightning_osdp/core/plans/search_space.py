@@ -11,7 +11,6 @@ from lightning_osdp.core.axes import (
     NAMED_MODES,
     SELECTIVE,
     STATES_CHOICES,
-    STATIONARY,
     SYNC_CHOICES,
     modes_of,
     values_of,
@@ -29,7 +28,7 @@ class SearchSpace:
             value has another type.
     """
 
-    modes: tuple[str, ...] = tuple(name for name in NAMED_MODES if name != STATIONARY.name)
+    modes: tuple[str, ...] = tuple(name for name, mode in NAMED_MODES.items() if "moves" not in mode)
     """Sharding modes that a unit may take: ``("ZDP",)`` frees every one after forward, ``("DP",)`` keeps all parameters
     gathered; ``("hpZ",)`` leaves a shard in each node; ``("HSDP", "HDP")`` shards in the node and replicates across. On
     one node these are ZDP and DP. ``stationary`` moves activations of operators in place of their weights: of pairs,
@@ -93,9 +92,14 @@ class SearchSpace:
         """Values of the axis ``saves`` that `activations` offer."""
         return values_of(self.activations)
 
+    @property
+    def may_move(self) -> bool:
+        """True if modes are named in which activations move."""
+        return any("moves" in NAMED_MODES[name] for name in self.modes)
+
     def of(self, profile: ModelProfile) -> ModelProfile:
         """The profile as far as these limits let it be used: without exchanges where activations are not to move."""
-        return profile if STATIONARY.name in self.modes or not profile.exchanges else replace(profile, exchanges=())
+        return profile if self.may_move or not profile.exchanges else replace(profile, exchanges=())
 
 
 def _members(value: object) -> Collection[object]:

@@ -94,13 +94,14 @@ def to_features(rows: Tensor, call: Call) -> Tensor:
     return _exchange(rows, call, forward, backward)
 
 
-def own_part(parameter: DTensor) -> Tensor:
-    """This rank's part of a parameter that is cut over the ranks of a mesh with one dimension.
+def own_part(parameter: DTensor, sum_between: Callable[[Tensor], Tensor]) -> Tensor:
+    """This rank's part of a parameter that is cut over the ranks of the last dimension of a mesh.
 
-    Its gradient has been through the samples of all ranks, each of which has a loss that is a mean of its own samples:
-    it is divided by the number of ranks, which gives the mean over ranks, as under DDP.
+    Its gradient has been through the samples of all of these, each of which has a loss that is a mean of its own
+    samples: it is divided by the number of ranks of the mesh, which gives the mean over ranks, as under DDP, once
+    ``sum_between`` has added what ranks with the same part have.
     """
-    return _OwnPart.apply(parameter)  # type: ignore[no-untyped-call,no-any-return]
+    return _OwnPart.apply(parameter, sum_between)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Exchange(torch.autograd.Function):
@@ -131,23 +132,24 @@ def _exchange(given: Tensor, call: Call, there: Callable[..., Tensor], back: Cal
 class _OwnPart(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.parameter = parameter
+    def forward(ctx: Any, parameter: DTensor, sum_between: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.parameter, ctx.sum_between = parameter, sum_between
         own = parameter.to_local()
         return own.view_as(own)
 
     @staticmethod
     @once_differentiable
     @override
-    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
         mesh: DeviceMesh = ctx.parameter.device_mesh
-        return DTensor.from_local(
-            gradient.div(mesh.size()).contiguous(),
+        found = DTensor.from_local(
+            ctx.sum_between(gradient.div(mesh.size()).contiguous()),
             mesh,
             ctx.parameter.placements,
             shape=ctx.parameter.shape,
             stride=ctx.parameter.stride(),
         )
+        return found, None
 
 
 def _gathered(rows: Tensor, call: Call) -> Tensor:

@@ -14,9 +14,10 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -53,7 +54,7 @@ class Ranks:
     """The ranks that an operator is cut over, and how it computes on them."""
 
     mesh: DeviceMesh
-    """Mesh of one dimension."""
+    """Mesh of these ranks; or of nodes and the ranks of a node, among which activations are exchanged."""
     numbers_of_ranks: Callable[[int], Sequence[int]]
     """Gives, for a number of this rank, those of all ranks, who all call it; raises where ranks are apart."""
     before_backward: Callable[[bool], object] = lambda _: None
@@ -69,6 +70,28 @@ class Ranks:
     """Precision to compute in; None for that of the parameters."""
     casts_inputs: bool = False
     """True if inputs are cast to that precision."""
+    reduce_dtype: torch.dtype | None = None
+    """Precision in which gradients are summed between nodes; None for that of the parameters."""
+
+    @property
+    def num_parts(self) -> int:
+        """Number of ranks that exchange activations, each of which has a part of the weights."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among them."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    def sum_between(self, gradient: Tensor) -> Tensor:
+        """Sums gradients of the same part of a parameter over nodes, in place."""
+        if self.mesh.ndim > 1:
+            self.before_backward(self.outputs.is_any_agreed)
+            summed = gradient.to(self.reduce_dtype or gradient.dtype)
+            dist.all_reduce(summed, group=self.mesh.get_group(0))
+            if summed is not gradient:
+                gradient.copy_(summed)
+        return gradient
 
     def call(self, rows: Tensor) -> tuple[Tensor, Call]:
         """Begins a call of an operator with rows, which all ranks make at a time.
@@ -97,10 +120,12 @@ class Ranks:
             )
         if wanted < max(wanted_by_ranks):
             rows = rows.detach().requires_grad_()  # takes part in the exchange of the others' gradients
+        node = self.mesh.get_local_rank(0) if self.mesh.ndim > 1 else 0
+        here = numbers[node * self.num_parts :][: self.num_parts]  # ranks of a node follow each other
         return rows, Call(
-            group=self.mesh.get_group(),
-            rank=self.mesh.get_local_rank(),
-            rows=tuple(each // _NUM_WANTED for each in numbers),
+            group=self.mesh.get_group(self.mesh.ndim - 1),
+            rank=self.rank,
+            rows=tuple(each // _NUM_WANTED for each in here),
             before_backward=self.before_backward,
             on_function=self.on_function,
             outputs=self.outputs,
@@ -124,7 +149,7 @@ class _Stationary(nn.Module):
         parameter: Any = self._parameters[name]
         if parameter is None:
             return None
-        own = own_part(parameter)
+        own = own_part(parameter, self._osdp_stationary.ranks.sum_between)
         return own if self._osdp_stationary.ranks.dtype is None else own.to(self._osdp_stationary.ranks.dtype)
 
 
@@ -354,7 +379,7 @@ def make_stationary(root: nn.Module, kind: str, operators: Sequence[str], ranks:
         weight_dim = 1 if role is _Embedding else out_dim if issubclass(role, _Column) else 1 - out_dim
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = _cut(parameter, ranks.mesh, weight_dim if name == "weight" else 0)
+                module._parameters[name] = _cut(parameter, ranks, weight_dim if name == "weight" else 0)
         vars(module)[_STATE] = _State(ranks=ranks, whole_type=type(module), pair=pair)
         module.__class__ = _class_of(role, type(module))  # type: ignore[arg-type]
 
@@ -376,12 +401,13 @@ def as_whole(module: nn.Module) -> Iterator[None]:
         vars(module)[_STATE] = state
 
 
-def _cut(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+def _cut(parameter: nn.Parameter, ranks: Ranks, dim: int) -> nn.Parameter:
     """Parameter of this rank's part of a whole one, with the attributes that users have set."""
-    sizes = part_sizes(parameter.shape[dim], mesh.size())
-    own = parameter.detach().split(sizes, dim)[mesh.get_local_rank()]
-    copy = own.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
-    cut = DTensor.from_local(copy, mesh, [Shard(dim)], shape=parameter.shape, stride=parameter.stride())
+    sizes = part_sizes(parameter.shape[dim], ranks.num_parts)
+    own = parameter.detach().split(sizes, dim)[ranks.rank]
+    copy = own.to(ranks.mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+    placements = [*[Replicate()] * (ranks.mesh.ndim - 1), Shard(dim)]  # each node has all parts
+    cut = DTensor.from_local(copy, ranks.mesh, placements, shape=parameter.shape, stride=parameter.stride())
     return parameter_like(cut, parameter)
 
 

@@ -66,6 +66,11 @@ class WaitingOutputs:
         finally:
             self._agreed = ()
 
+    @property
+    def is_any_agreed(self) -> bool:
+        """True within a backward that comes to the same outputs on all ranks."""
+        return bool(self._agreed)
+
     def is_agreed(self, number: int | None) -> bool:
         """Tells if this backward comes to the output of a number on all ranks."""
         return number in self._agreed

@@ -54,7 +54,7 @@ from lightning_osdp.core.axes import ZDP, Treatment
 from lightning_osdp.planner.assign.additive import Additive
 from lightning_osdp.planner.assign.setting import Setting
 from lightning_osdp.planner.cost import block_s, copied_s
-from lightning_osdp.planner.engine import COLLECTIVES, EXCHANGES, effects_of
+from lightning_osdp.planner.engine import COLLECTIVES, HOLDING_UP, effects_of
 
 _WEIGHTS = tuple(share / 16 for share in range(16))
 """Weights of the path of all collectives that are tried in means with that of all computing."""
@@ -93,7 +93,10 @@ class Paths:
         self._reduces_s = {
             kind: collectives_s[kind]
             for kind, each in COLLECTIVES.items()
-            if kind in collectives_s and each.link == "all" and each.operation not in {"all_gather", *EXCHANGES}
+            if kind in collectives_s
+            and each.link == "all"
+            and each.operation != "all_gather"
+            and kind not in HOLDING_UP
         }
         self._num_micro_batches = setting.workload.num_micro_batches
         self._optimizer_s = setting.costs.optimizer_s - setting.costs.root_more_s  # its states may be on the device
@@ -341,12 +344,20 @@ class Paths:
         """Seconds, before the unit's gradients are reduced and in its update, that depend on its mode alone."""
         return self._setting.costs.unit_s(self._setting.units[unit], mode, "overhead", "activations")
 
-    def _exchanges_s(self, unit: int, mode: Treatment) -> float:
-        """Seconds of a step in which the unit's activations are exchanged."""
+    def _exchanges_s(self, unit: int, mode: Treatment, *, computes: bool = False) -> float:
+        """Seconds of a step that a unit whose activations move takes of the links between all ranks.
+
+        It takes them of computing, too; of that alone where links inside of nodes are, which ``computes`` adds.
+        """
         if not effects_of(mode).exchanges:
             return 0.0
         seconds = self._clock.durations.collectives_s
-        return self._num_micro_batches * sum(seconds[kind][unit] for kind in EXCHANGES)
+        counts = effects_of(mode).counts(num_micro_batches=self._num_micro_batches)
+        return sum(
+            number * seconds[kind][unit]
+            for kind, number in counts.items()
+            if computes or COLLECTIVES[kind].link == "all"
+        )
 
     def _is_again(self, mode: Treatment) -> bool:
         """True where a unit is gathered again over all ranks, where paths are."""
@@ -367,6 +378,7 @@ class Paths:
     def at(self, path: Path) -> Additive:
         """The seconds of one path."""
         freed_s = dict.fromkeys(range(len(self._setting.units)), 0.0)
+        computes = path.turn == len(self._constants_s) - 1  # to the end, and no collective after it
         for unit, before in self._regathers:
             if before >= path.turn:
                 freed_s[unit] += (self._num_ordered if path.turn else self._num_micro_batches) * self._gather_s[unit]
@@ -378,7 +390,7 @@ class Paths:
             turn = self._flattened[unit]
             times_s.append(
                 {
-                    mode: self._exchanges_s(unit, mode)
+                    mode: self._exchanges_s(unit, mode, computes=computes)
                     + (self._own_s if turn <= path.turn else self._update_s)(unit, mode)
                     + (self._all_reduces_s(unit, mode) if turn >= path.turn else 0.0)
                     + gathered[unit] * self._num_gathers(mode) * self._gather_s[unit]

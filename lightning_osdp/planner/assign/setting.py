@@ -40,7 +40,10 @@ from lightning_osdp.planner.cost.peak_memory import PINNED, ROUNDING_BYTES
 from lightning_osdp.planner.engine import DEFAULT, FSDP2, effects_of, with_activations
 from lightning_osdp.planner.simulation import StepClock
 
-_OF_STEP = ("workload", "modes", "moving", "host_room_bytes", "engine", "least_ahead", "counts_least_ahead")
+_OF_STEP = (
+    *("workload", "modes", "moving", "moving_mode", "host_room_bytes"),
+    *("engine", "least_ahead", "counts_least_ahead"),
+)
 """Fields of a setting that other units have no say in."""
 
 
@@ -91,6 +94,8 @@ class Setting(Step):
     """Modes that units may take; which micro-batches reduce gradients matters where there are several."""
     moving: frozenset[str] = frozenset()
     """Units, by name, that move activations whatever the modes; no other unit's bytes count on their being gathered."""
+    moving_mode: Treatment = STATIONARY
+    """Treatment of these units."""
     host_room_bytes: int | None = None
     """Memory of the host within which units may have states there and copy what they save: then only as many units
     may as have room together. None: all may, however much that is."""
@@ -153,7 +158,7 @@ class Setting(Step):
     @property
     def key(self) -> Hashable:
         """Key that is equal for settings that come of one another and differ in the micro-batch size alone."""
-        of_model = id(self.profile), self.units, self.activations, self.moving
+        of_model = id(self.profile), self.units, self.activations, self.moving, self.moving_mode
         return *of_model, self.engine, self.counts_least_ahead, self.workload.num_micro_batches
 
     @property
@@ -228,7 +233,7 @@ class Costs:
         return tuple(
             (root.within(self._subject(unit)),)
             if unit.is_root
-            else (STATIONARY,)
+            else (setting.moving_mode,)
             if unit.name in setting.moving
             else known(self._subject(unit), self._choices(unit))
             for unit in setting.units
@@ -370,7 +375,7 @@ class Costs:
         setting = self._setting
         if setting.is_paper:
             return paper_memory(setting)
-        moving = [place for place, unit in enumerate(setting.units) if unit.name in setting.moving]
+        moving = {place: setting.moving_mode for place, unit in enumerate(setting.units) if unit.name in setting.moving}
         return step_memory(
             setting,
             activations=setting.activations,

@@ -46,9 +46,10 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, M
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
-from lightning_osdp.core.axes import KEEP, STATIONARY, ZDP, Treatment
+from lightning_osdp.core.axes import KEEP, ZDP, Treatment
 from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
 from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import UnitProfile
@@ -141,8 +142,8 @@ class StepMemory:
     """Bytes of each unit's shard, state and reduced gradient, in the order of all units, by the ranks that the unit is
     sharded over and by whether its states are on the host: beyond those over all ranks, with states on the host where
     they may be. Empty where neither can differ."""
-    exchanged_bytes: Mapping[int, float] = field(default_factory=dict)
-    """E of each unit that may move activations, by its position among all units."""
+    exchanged_bytes: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    """E of each unit that may move activations, by its position among all units and the ranks that it is over."""
 
     @cached_property
     def places(self) -> Mapping[int, int]:
@@ -173,7 +174,7 @@ class StepMemory:
     def _left_bytes(self, place: int, effects: Effects) -> float:
         """Bytes that forward leaves of a unit, or of its inputs, beyond what is there between steps."""
         if effects.exchanges:
-            return self.exchanged_bytes.get(self.order[place], 0.0)
+            return self.exchanged_bytes.get((self.order[place], effects.sharded_over), 0.0)
         if effects.is_resident:
             return self.gathered_bytes[place] - self.shared_bytes[place]
         if effects.left_over == effects.sharded_over:
@@ -259,7 +260,9 @@ class StepMemory:
             of_choice.get(mode["saves"], 0.0) for mode, of_choice in zip(chosen[:k], self.saved_bytes[:k], strict=True)
         )
         saved += sum(
-            self.exchanged_bytes.get(unit, 0.0) for unit in self.order[:k] if effects_of(modes[unit]).exchanges
+            self.exchanged_bytes.get((unit, effects.sharded_over), 0.0)
+            for unit in self.order[:k]
+            if (effects := effects_of(modes[unit])).exchanges
         )
         besides = {
             "gathered parameters": self.kept_bytes(modes)[k] - whole - saved - states,
@@ -288,25 +291,26 @@ def step_memory(
     step: Step,
     *,
     activations: Sequence[str] = (KEEP,),
-    moving: Collection[int] = (),
+    moving: Mapping[int, Treatment] = MappingProxyType({}),
     hosted: Collection[int] = (),
     engine: FSDP2 = DEFAULT,
     known: MutableMapping[Hashable, LargestMoments] | None = None,
 ) -> StepMemory:
     """Peak of one optimizer step on one rank, for any choice of modes, and of what its blocks may do by `activations`.
 
-    In the step itself all blocks keep what they save. Units at the places ``moving`` move activations in all modes, and
-    those at ``hosted`` may have their states on the host. Largest moments that are ``known`` of the step with other
-    micro-batch sizes are not looked for again; those that are found are added.
+    In the step itself all blocks keep what they save. Units at the places ``moving`` are treated so, and move
+    activations, whatever the modes; those at ``hosted`` may have their states on the host. Largest moments that are
+    ``known`` of the step with other micro-batch sizes are not looked for again; those that are found are added.
     """
     least = [
-        STATIONARY if unit in moving else ZDP.but(states="host") if unit in hosted else ZDP
+        moving[unit] if unit in moving else ZDP.but(states="host") if unit in hosted else ZDP
         for unit in range(len(step.units))
     ]
     profile, units, samples = step.profile, step.units, step.workload.micro_batch_size
     order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, step.cluster.world_size).units
     saved = [_saved_beyond(units[unit], activations, samples) for unit in order]
     in_flight = in_flight_bytes(step.cluster, _copied(step, activations))
+    over_ranks = {over: step.cluster.num_ranks(over) for over in ("all", "node")}
     known = {} if known is None else known
     largest: dict[int, _Floor] = {}
     for choice in [each for each in activations if any(each in of for of in saved)] or activations[:1]:
@@ -324,6 +328,16 @@ def step_memory(
             if k not in largest or floor_bytes > largest[k].num_bytes:
                 largest[k] = _Floor(floor_bytes, known[key], *less)
 
+    states: Sequence[Mapping[tuple[str, bool], float]] = ()
+    if step.cluster.has_nodes or profile.optimizer.host_s_per_element is not None:
+        states = _more_states(
+            units,
+            profile.optimizer,
+            (over_ranks["node"], over_ranks["all"]),
+            tuple(unit in hosted for unit in range(len(units))),
+            engine,
+        )
+
     def moment(k: int) -> Moment:
         floor = largest[k]
         found = floor.moments.moments(samples)[k].less("activations", floor.less_saved)
@@ -340,20 +354,14 @@ def step_memory(
         largest_bytes={k: floor.num_bytes for k, floor in largest.items()},
         moment=moment,
         exchanged_bytes={
-            unit: saved_beyond(each.exchange, step.cluster.world_size).at(step.workload.micro_batch_size)
-            + (sizes[unit].cast_shard if each.exchange.reads_weights else 0.0)
+            (unit, over): saved_beyond(each.exchange, number).at(step.workload.micro_batch_size)
+            + (sizes[unit].cast_shard * step.cluster.world_size / number if each.exchange.reads_weights else 0.0)
             for unit, each in enumerate(units)
             if each.exchange is not None and unit not in moving
+            for over, number in over_ranks.items()
         },
-        states_bytes=_more_states(
-            units,
-            profile.optimizer,
-            (step.cluster.num_ranks("node"), step.cluster.world_size),
-            tuple(unit in hosted for unit in range(len(units))),
-            engine,
-        )
-        if step.cluster.has_nodes or profile.optimizer.host_s_per_element is not None
-        else (),
+        # the floor has those of units that are known to move activations
+        states_bytes=tuple(dict.fromkeys(each, 0.0) if unit in moving else each for unit, each in enumerate(states)),
     )
 
 

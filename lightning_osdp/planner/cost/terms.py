@@ -41,7 +41,8 @@ def communication_s(
     all-reduce of S/m between N/m nodes.
 
     A unit that moves activations takes 2 K (exchange of inputs + exchange of outputs), gradients included, which grow
-    with the micro-batch, see `engine.exchanges`.
+    with the micro-batch, see `engine.exchanges`. Where it is sharded in the node, these are over the ranks of a node,
+    and each micro-batch is followed by an all-reduce of S/m between N/m nodes.
 
     How many collectives there are where forward calls a module again, or backward runs a block again, and how many
     bytes they carry, is the engine's. A unit without trainable parameters reduces nothing.
@@ -82,7 +83,7 @@ def collective_s(
     """
     operation, over, _ = collective
     if operation in EXCHANGES:
-        return 0.0 if unit.exchange is None else exchange_s(unit.exchange, operation, cluster, workload)
+        return 0.0 if unit.exchange is None else exchange_s(unit.exchange, operation, cluster, workload, over=over)
     if operation == "all_gather":
         num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
         return cluster.all_gather_s(num_bytes, over=over) if num_bytes else 0.0
@@ -94,27 +95,25 @@ def collective_s(
     return cluster.all_reduce_between_s(num_bytes) if num_bytes else 0.0
 
 
-def exchange_s(exchange: Exchange, kind: str, cluster: Cluster, workload: Workload) -> float:
-    """Seconds of one exchange over all ranks, by its kind of event; none where there is nothing to send.
+def exchange_s(exchange: Exchange, kind: str, cluster: Cluster, workload: Workload, *, over: str = "all") -> float:
+    """Seconds of one exchange, of ``EXCHANGES``, over all ranks or those of a node; none where nothing is sent.
 
-    Before inputs, ranks tell each other how many rows they have, and twice what they are about to exchange, by way of
-    their hosts; before outputs of a pair likewise that all come to its end.
+    Before inputs, all ranks tell each other how many rows they have, and twice what they are about to exchange, by way
+    of their hosts; before outputs of a pair likewise that all come to its end.
     """
-    message = messages(exchange, cluster.world_size)[kind]
+    message = messages(exchange, cluster.num_ranks(over))[kind]
     num_bytes = message.num_bytes.at(workload.micro_batch_size)
     of_operation = {"all_gather": cluster.all_gather_s, "all_to_all": cluster.all_to_all_s}
-    seconds = of_operation[message.operation](num_bytes) if num_bytes else 0.0
+    seconds = of_operation[message.operation](num_bytes, over=over) if num_bytes else 0.0
     agrees = kind == EXCHANGES[0] or (kind == EXCHANGES[1] and exchange.kind == "pair")
     return seconds + cluster.agreement_s(_NUMBER_BYTES * (cluster.world_size + 2)) if agrees else seconds
 
 
-def exchanged_bytes(exchange: Exchange, cluster: Cluster, workload: Workload) -> float:
-    """Bytes that a rank sends in an optimizer step to move activations."""
-    share = (cluster.world_size - 1) / cluster.world_size
-    sent = (
-        each.num_bytes.at(workload.micro_batch_size) * share for each in messages(exchange, cluster.world_size).values()
-    )
-    return workload.num_micro_batches * sum(sent)
+def exchanged_bytes(exchange: Exchange, cluster: Cluster, workload: Workload, *, over: str = "all") -> float:
+    """Bytes that a rank sends in an optimizer step to move activations over all ranks, or those of a node."""
+    num_ranks = cluster.num_ranks(over)
+    sent = (each.num_bytes.at(workload.micro_batch_size) for each in messages(exchange, num_ranks).values())
+    return workload.num_micro_batches * sum(sent) * (num_ranks - 1) / num_ranks
 
 
 def compute_s(

@@ -20,7 +20,15 @@ from lightning_osdp.planner.engine.effects import (
     effects_of,
     num_all_gathers,
 )
-from lightning_osdp.planner.engine.events import COLLECTIVES, EXCHANGES, GATHERS, OVERHEAD, Collective, Event
+from lightning_osdp.planner.engine.events import (
+    COLLECTIVES,
+    EXCHANGES,
+    GATHERS,
+    HOLDING_UP,
+    OVERHEAD,
+    Collective,
+    Event,
+)
 from lightning_osdp.planner.engine.exchanges import evaluation_beside, messages, saved_beyond
 from lightning_osdp.planner.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of, num_shards, planned_collectives
 from lightning_osdp.planner.engine.live_parts import BLOCKS_IN_FLIGHT, REDUCTIONS_IN_FLIGHT, Moment, in_flight_bytes
@@ -36,6 +44,7 @@ __all__ = [
     "FREED",
     "FSDP2",
     "GATHERS",
+    "HOLDING_UP",
     "KEPT",
     "MOST_SIMULATED",
     "OVERHEAD",

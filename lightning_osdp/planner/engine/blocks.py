@@ -136,21 +136,22 @@ def in_modes(step: StepKind, modes: Sequence[Treatment]) -> StepKind:
     return replace(found, profile=with_exchanges(found, moving)) if moving else found
 
 
-def moving_activations(step: Step, modes: Sequence[Treatment]) -> list[Exchange]:
-    """Exchanges of the units whose activations move in these modes.
+def moving_activations(step: Step, modes: Sequence[Treatment]) -> dict[Exchange, int]:
+    """Exchanges of the units whose activations move in these modes, each with the number of ranks that take part.
 
     Raises:
         ConfigurationError: a unit is to move activations and cannot.
     """
-    found = []
+    found = {}
     for unit, mode in zip(step.units, modes, strict=True):
-        if effects_of(mode).exchanges:
+        effects = effects_of(mode)
+        if effects.exchanges:
             if unit.exchange is None:
                 raise ConfigurationError(
                     f"Expected unit {unit.name!r} to move weights, for no exchange of its activations was profiled, or"
                     " it is run again in backward, got one that moves activations. Plan anew."
                 )
-            found.append(unit.exchange)
+            found[unit.exchange] = step.cluster.num_ranks(effects.sharded_over)
     return found
 
 

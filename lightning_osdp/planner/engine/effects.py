@@ -21,7 +21,7 @@ from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.planner.engine.events import (
     COLLECTIVES,
-    EXCHANGES,
+    EXCHANGES_OVER,
     GATHER_OVER,
     GATHERS,
     OVERHEAD,
@@ -82,9 +82,9 @@ class Effects:
         A unit is gathered at each call in forward, and at each that backward comes to: less those that find it there.
         One that is kept is there at all calls in forward, and at the first that backward comes to; after that nothing
         is left of it but what is sharded between steps. A resident one was gathered in the first step, which is not
-        counted. One that exchanges activations does so twice in forward and twice in backward. A frozen one reduces
-        nothing. Where no unit is given, it is one that is trained, and that forward calls once; so often is one of a
-        plan called.
+        counted. One that exchanges activations does so twice in forward and twice in backward, and where it is sharded
+        in the node, gradients of its shard are summed between nodes. A frozen one reduces nothing. Where no unit is
+        given, it is one that is trained, and that forward calls once; so often is one of a plan called.
         """
         return _counts(self, *_calls(unit), num_micro_batches)
 
@@ -114,7 +114,8 @@ def _counts(
     effects: Effects, num_calls: int, num_reached: int, has_gradients: bool, num_micro_batches: int
 ) -> Mapping[Kind, int]:
     if effects.exchanges:
-        return Counter(dict.fromkeys(EXCHANGES, num_micro_batches))
+        kinds = (*EXCHANGES_OVER[effects.sharded_over], *effects.reductions[1])
+        return Counter(dict.fromkeys(kinds, num_micro_batches))
     counts = Counter[Kind]()
     first = max(1, num_reached)
     if not effects.is_resident:
@@ -170,7 +171,8 @@ def effects_of(treatment: Treatment) -> Effects:
     """Effects of a unit's treatment on several ranks."""
     home = treatment["home"]
     if treatment["moves"] == "activations":
-        return Effects(sharded_over=home, left_over=home, reductions=((), ()), exchanges=True)
+        sums: tuple[Kind, ...] = ("sum_between",) if home == "node" else ()
+        return Effects(sharded_over=home, left_over=home, reductions=(sums, sums), exchanges=True)
     left_over = {"nothing": home, "node": "node", "whole": "one", "always": "one"}[treatment["keep"]]
     is_resident = treatment["keep"] == "always"
     reductions = _REDUCTIONS[home, treatment["reduce"]]

@@ -29,6 +29,11 @@ Kind = Literal[
     "exchange_outputs",
     "exchange_output_gradients",
     "exchange_input_gradients",
+    "exchange_inputs_in_node",
+    "exchange_outputs_in_node",
+    "exchange_output_gradients_in_node",
+    "exchange_input_gradients_in_node",
+    "sum_between",
 ]
 """``gather``: an all-gather is issued. ``gather_in_node``: so it is in each node, of a unit that is sharded there, or
 of which forward has left a shard there. ``await``: what follows needs the unsharded unit. ``linger``: a forward that is
@@ -40,7 +45,9 @@ with a resident unit, which has none. ``reduce``: gradients are reduced and scat
 ``scatter_in_node``: the same without that, which the last micro-batch does for all. ``accumulate``: they are left whole
 for the next micro-batch. ``release``: what a segment had saved is gone. ``exchange_inputs``, ``exchange_outputs``:
 before and after forward of a unit that moves activations, ranks send inputs and outputs to each other. So they do with
-gradients before and after its backward, ``exchange_output_gradients`` and ``exchange_input_gradients``."""
+gradients before and after its backward, ``exchange_output_gradients`` and ``exchange_input_gradients``. Where the unit
+is sharded in the node, ranks of each node do so, ``exchange_inputs_in_node`` and so on, and gradients of its shards are
+summed between nodes, ``sum_between``."""
 
 
 class Event(NamedTuple):
@@ -75,6 +82,20 @@ EXCHANGES: tuple[Kind, ...] = (
 """Kinds of events of a unit that moves activations, in the order in which a micro-batch issues them. Computing goes on
 when they are over."""
 
+EXCHANGES_OVER: Mapping[str, tuple[Kind, ...]] = {
+    "all": EXCHANGES,
+    "node": (
+        "exchange_inputs_in_node",
+        "exchange_outputs_in_node",
+        "exchange_output_gradients_in_node",
+        "exchange_input_gradients_in_node",
+    ),
+}
+"""Ranks that a unit is sharded over -> `EXCHANGES` among these."""
+
+HOLDING_UP: tuple[Kind, ...] = (*EXCHANGES, *EXCHANGES_OVER["node"], "sum_between")
+"""Kinds of collectives that hold up computing: all that a unit issues that moves activations."""
+
 COLLECTIVES: Mapping[Kind, Collective] = {
     "gather": Collective("all_gather", "all", "all"),
     "gather_in_node": Collective("all_gather", "node", "node"),
@@ -82,7 +103,12 @@ COLLECTIVES: Mapping[Kind, Collective] = {
     "reduce_in_node": Collective("reduce_scatter", "node", "node"),
     "scatter_in_node": Collective("reduce_scatter", "node", "node"),
     "all_reduce": Collective("all_reduce", "nodes", "all"),
-    **{kind: Collective(kind, "all", "all") for kind in EXCHANGES},
+    **{
+        kind: Collective(operation, over, over)
+        for over, kinds in EXCHANGES_OVER.items()
+        for kind, operation in zip(kinds, EXCHANGES, strict=True)
+    },
+    "sum_between": Collective("all_reduce", "nodes", "all"),
 }
 """Kind of an event -> the collective that it issues, if any."""
 

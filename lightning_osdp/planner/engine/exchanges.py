@@ -89,26 +89,28 @@ def _beside(each: Exchange, num_ranks: int, samples: int, gradients: Sequence[fl
     return (_Beside(itself + 2 * y, max(2 * y - g, y + summed, 2 * summed, g), max(n * x, 2 * y)),)
 
 
-def _by_segment(step: Step, exchanges: Sequence[Exchange]) -> dict[int, _Beside]:
-    n, samples, profile = step.cluster.world_size, step.workload.micro_batch_size, step.profile
+def _by_segment(step: Step, exchanges: Mapping[Exchange, int]) -> dict[int, _Beside]:
+    samples, profile = step.workload.micro_batch_size, step.profile
     places = {segment.operator: index for index, segment in enumerate(profile.segments[:-1])}
-    gradients = {operator.name: operator.gradient_bytes / n for operator in profile}
+    gradients = {operator.name: operator.gradient_bytes for operator in profile}
     return {
         places[name]: beside
-        for each in exchanges
+        for each, n in exchanges.items()
         for name, beside in zip(
-            each.operators, _beside(each, n, samples, [gradients[name] for name in each.operators]), strict=True
+            each.operators, _beside(each, n, samples, [gradients[name] / n for name in each.operators]), strict=True
         )
     }
 
 
-def with_exchanges(step: Step, exchanges: Sequence[Exchange]) -> ModelProfile:
-    """Profile in which these exchanges move activations, for this step alone; operators of each are called once.
+def with_exchanges(step: Step, exchanges: Mapping[Exchange, int]) -> ModelProfile:
+    """Profile in which these exchanges move activations, each among so many ranks, for this step alone.
 
-    Bytes of evaluations stay as they are, see `evaluation_beside`.
+    Operators of each are called once. Bytes of evaluations stay as they are, see `evaluation_beside`.
     """
-    n, beside = step.cluster.world_size, _by_segment(step, exchanges)
-    saved = {each.operators[0]: saved_beyond(each, n).at(step.workload.micro_batch_size) for each in exchanges}
+    beside = _by_segment(step, exchanges)
+    saved = {
+        each.operators[0]: saved_beyond(each, n).at(step.workload.micro_batch_size) for each, n in exchanges.items()
+    }
     more = 0.0
     """Bytes that segments so far save beyond those where weights move."""
     segments = []
@@ -129,6 +131,6 @@ def with_exchanges(step: Step, exchanges: Sequence[Exchange]) -> ModelProfile:
     return replace(step.profile, segments=tuple(segments))
 
 
-def evaluation_beside(step: Step, exchanges: Sequence[Exchange]) -> Mapping[int, float]:
-    """Bytes beside those of each segment's forward without gradients, by segment."""
+def evaluation_beside(step: Step, exchanges: Mapping[Exchange, int]) -> Mapping[int, float]:
+    """Bytes beside those of each segment's forward without gradients, by segment; arguments of `with_exchanges`."""
     return {index: each.evaluation for index, each in _by_segment(step, exchanges).items()}

@@ -16,7 +16,7 @@ from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planner.engine.effects import Effects, effects_in, effects_of
-from lightning_osdp.planner.engine.events import Collective, Event
+from lightning_osdp.planner.engine.events import EXCHANGES, Collective, Event
 from lightning_osdp.planner.engine.layout import Layout, gathered_bytes, layout, sent_bytes
 from lightning_osdp.planner.engine.live_parts import LiveParts, Observer
 from lightning_osdp.planner.engine.schedule import MOST_SIMULATED, Host, turns_of
@@ -250,14 +250,16 @@ class FSDP2:
 def planned_collectives(unit: Unit, num_micro_batches: int) -> Iterator[tuple[Collective, int, float]]:
     """Collectives of a unit of a plan in an optimizer step, after the first: how many, and bytes of each whole tensor.
 
-    Exchanges of activations are left out. A module that forward calls more than once, and a unit inside of a block that
-    is run again, are counted as any other; bytes are without paddings.
+    Exchanges of activations are left out, but not sums of gradients between nodes. A module that forward calls more
+    than once, and a unit inside of a block that is run again, are counted as any other; bytes are without paddings.
     """
     gradient_bytes = unit.parameter_bytes if unit.gradient_bytes is None else unit.gradient_bytes
     for mode in unit.treatments:
         effects = effects_of(mode if unit.name else freed_and_kept(mode)[1])  # the root is never freed
         counts = effects.collectives(unit, num_micro_batches=num_micro_batches)
-        for collective, number in counts.items() if not effects.exchanges else ():
+        for collective, number in counts.items():
+            if collective.operation in EXCHANGES:
+                continue
             whole_bytes = unit.parameter_bytes if collective.operation == "all_gather" else gradient_bytes
             yield collective, number, whole_bytes / unit.num_slices
 

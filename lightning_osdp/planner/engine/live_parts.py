@@ -248,6 +248,13 @@ class LiveParts:
             self._add("unsharded gradients", -made)
             self._keep_reduced(unit)
 
+    _exchange_inputs_in_node, _exchange_outputs_in_node = _exchange_inputs, _exchange_outputs
+    _exchange_output_gradients_in_node = _exchange_output_gradients
+    _exchange_input_gradients_in_node = _exchange_input_gradients
+
+    def _sum_between(self, _: int) -> None:
+        """Sums gradients between nodes in place."""
+
     def _await(self, unit: int) -> None:
         self.copied = unit if unit in self.pending else None
         if self.copied is None:

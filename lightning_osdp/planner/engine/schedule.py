@@ -27,7 +27,8 @@ With explicit lists of modules to prefetch, one for each unit:
 - Resident units are gathered before the first step of all, and are there from then on. Lists pass over them: the unit
   that comes next of all others is gathered ahead.
 - A unit that moves activations is called once and never gathered, has no list, and lists pass over it. Before and after
-  its operators run, forward and backward, activations or gradients are exchanged. No block that recomputes is around.
+  its operators run, forward and backward, activations or gradients are exchanged; where it is sharded in the node,
+  gradients of its shard are then summed between nodes, in each micro-batch. No block that recomputes is around.
 
 Lists hold at every call, and a unit that forward calls more than once has none, or it would gather what is not needed
 any more. For that reason a unit that is run again gathers none ahead that backward has come to.
@@ -50,7 +51,7 @@ from typing import NamedTuple
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.planner.engine.effects import Effects
-from lightning_osdp.planner.engine.events import GATHER_OVER, Event, Kind, event
+from lightning_osdp.planner.engine.events import EXCHANGES, EXCHANGES_OVER, GATHER_OVER, Event, Kind, event
 
 MOST_SIMULATED = 3
 """Micro-batches that are simulated one by one: first, steady, last. Further ones are like the steady one."""
@@ -341,6 +342,10 @@ class Host:
         self.events.append(event(kind, of))
         self.turn_of.append(self.turn)
 
+    def exchange(self, kind: Kind, unit: int) -> None:
+        """Has the ranks that a unit is sharded over exchange what it works on."""
+        self.note(EXCHANGES_OVER[self.effects[unit].sharded_over][EXCHANGES.index(kind)], unit)
+
     def gather(self, unit: int) -> None:
         """Gathers a unit, unless it is unsharded."""
         if unit not in self.gathered:
@@ -351,7 +356,7 @@ class Host:
     def need(self, unit: int) -> None:
         """Gathers a unit and waits for it, or has ranks exchange what it works on: the next event computes with it."""
         if self.effects[unit].exchanges:
-            self.note("exchange_inputs", unit)
+            self.exchange("exchange_inputs", unit)
             return
         self.gather(unit)
         self.note("await", unit)
@@ -360,7 +365,7 @@ class Host:
     def reach(self, unit: int) -> None:
         """Backward comes to what a unit has returned."""
         if self.effects[unit].exchanges:
-            self.note("exchange_output_gradients", unit)
+            self.exchange("exchange_output_gradients", unit)
         elif unit in self.turns.read:
             self.need(unit)
 
@@ -396,7 +401,7 @@ class Host:
     def free_in_forward(self, unit: int) -> None:
         """Frees a unit after forward, but for a larger shard where forward leaves one; a kept unit stays."""
         if self.effects[unit].exchanges:
-            self.note("exchange_outputs", unit)
+            self.exchange("exchange_outputs", unit)
         if self.effects[unit].is_kept or unit not in self.gathered:
             return
         if self.effects[unit].leaves_shard:
@@ -418,8 +423,10 @@ class Host:
     def reduce(self, unit: int) -> None:
         """Ends backward of a unit, whose gradients are then reduced or kept, or those of its inputs exchanged."""
         effects = self.effects[unit]
-        through: Kind = "stay" if effects.is_resident else "flatten"
-        self.note("exchange_input_gradients" if effects.exchanges else through, unit)
+        if effects.exchanges:
+            self.exchange("exchange_input_gradients", unit)
+        else:
+            self.note("stay" if effects.is_resident else "flatten", unit)
         self.leave(unit)
         for kind in effects.reductions[self.is_last] if self.units[unit].gradient_bytes else ():
             self.note(kind, unit)

@@ -108,6 +108,14 @@ def _loss_bytes(plan: Plan, setting: Setting) -> int:
     return max(0, whole - chunked)
 
 
+def _exchanged_bytes(setting: Setting, unit: UnitProfile, mode: Treatment) -> int:
+    """Bytes that a rank sends of a unit's activations in a step; over all ranks if its weights move."""
+    if unit.exchange is None:
+        return 0
+    over = effects_of(mode).sharded_over if "moves" in mode else "all"
+    return round(exchanged_bytes(unit.exchange, setting.cluster, setting.workload, over=over))
+
+
 def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
     costs, prices = setting.costs, [*_prices(setting, modes)]
     places = {unit.name: index for index, unit in enumerate(setting.units)}
@@ -126,9 +134,7 @@ def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
             treatments=tuple(mode.on("unit") for _, mode in each),
             modules=unit.modules,
             exchange="" if unit.exchange is None else unit.exchange.kind,
-            exchanged_bytes=0
-            if unit.exchange is None
-            else round(exchanged_bytes(unit.exchange, setting.cluster, setting.workload)),
+            exchanged_bytes=_exchanged_bytes(setting, unit, modes[places[unit.name]]),
             is_read=len(each) > 1 or unit.is_read,
             parameter_bytes=sum(setting.units[index].gathered_bytes for index, _ in each),
             gradient_bytes=round(

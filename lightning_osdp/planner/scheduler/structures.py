@@ -15,7 +15,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
-from lightning_osdp.core.axes import LEVELS, STATIONARY, ZDP, Treatment
+from lightning_osdp.core.axes import LEVELS, NODE_STATIONARY, STATIONARY, ZDP, Treatment
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.planner.assign import (
     NO_GAIN,
@@ -206,20 +206,21 @@ def moving(attempt: Attempt) -> Iterator[Setting]:
     Weights that they would else gather need not fit. Without a choice of theirs, bytes that others may hold are known
     exactly.
     """
-    tried = set[tuple[int, frozenset[str]]]()
+    tried = set[tuple[int, Treatment, frozenset[str]]]()
     for setting in () if not _moves_activations(attempt) else (*pair_units(attempt.base), attempt.base):
         costs = setting.costs
-        may = {
-            unit.name: costs.times_s[place][STATIONARY] <= costs.times_s[place][ZDP]
-            for place, unit in enumerate(setting.units)
-            if any(effects_of(mode).exchanges for mode in costs.options[place])
-        }
-        found = {name for one in attempt.assignments for name in _moving(one)}
-        for names in (found & may.keys(), {name for name, sends_less in may.items() if sends_less}, may.keys()):
-            key = len(setting.units), frozenset(names)
-            if names and key not in tried:
-                tried.add(key)
-                yield replace(setting, moving=key[1])
+        for moving_mode in (STATIONARY, NODE_STATIONARY):
+            may = {
+                unit.name: costs.times_s[place][moving_mode] <= costs.times_s[place][ZDP]
+                for place, unit in enumerate(setting.units)
+                if moving_mode in costs.options[place]
+            }
+            found = {name for one in attempt.assignments for name in _moving(one)}
+            for names in (found & may.keys(), {name for name, sends_less in may.items() if sends_less}, may.keys()):
+                key = len(setting.units), moving_mode, frozenset(names)
+                if names and key not in tried:
+                    tried.add(key)
+                    yield replace(setting, moving=key[2], moving_mode=moving_mode)
 
 
 def adapters_together(attempt: Attempt) -> Iterator[Setting]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from lightning_osdp.core.cluster import Contention
-from lightning_osdp.planner.engine import COLLECTIVES, EXCHANGES, Event
+from lightning_osdp.planner.engine import COLLECTIVES, HOLDING_UP, Event
 from lightning_osdp.planner.simulation.timeline import COMMUNICATION, Durations, Timeline
 
 
@@ -52,7 +52,7 @@ class ContendedTimeline(Timeline):
             durations,
             overlaps=True,
             asynchronous_unshard=asynchronous_unshard,
-            waits_for={*waits_for, *EXCHANGES},
+            waits_for={*waits_for, *HOLDING_UP},
             keeps_intervals=keeps_intervals,
         )
         self._contention = contention

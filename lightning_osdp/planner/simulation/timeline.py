@@ -9,7 +9,7 @@ overlaps computing, a gather begins as soon as the communicator is free and
   that was issued before it; a synchronous one copies in a stream of its own, which waits until units before it are
   copied out, in forward all but the latest one;
 - computing waits for the gathers that it needs (AWAIT), and for exchanges of activations, which are of what was
-  computed before;
+  computed before, with the sums of gradients between nodes that come after them;
 - a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them;
 - computing waits for a reduce-scatter before it copies the gradients of the next unit that is reduced: torch holds one
   input at most (``reduce_scatter_max_input_buffers``). An all-reduce between nodes is not waited for there;
@@ -30,7 +30,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from lightning_osdp.planner.engine import COLLECTIVES, EXCHANGES, Event
+from lightning_osdp.planner.engine import COLLECTIVES, HOLDING_UP, Event
 
 COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
 _REDUCTIONS = frozenset(
@@ -108,8 +108,10 @@ class Timeline:
             "accumulate": self._accumulate,
         }
         of_operation = {"all_gather": self._gather, "reduce_scatter": self._reduce, "all_reduce": self._all_reduce}
-        of_operation |= dict.fromkeys(map(str, EXCHANGES), self._exchange)
-        self._readers |= {kind: of_operation[each.operation] for kind, each in COLLECTIVES.items()}
+        self._readers |= {
+            kind: self._exchange if kind in HOLDING_UP else of_operation[each.operation]
+            for kind, each in COLLECTIVES.items()
+        }
 
     @property
     def now_s(self) -> float:

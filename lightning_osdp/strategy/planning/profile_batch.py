@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ProfileError
@@ -166,6 +165,6 @@ def choices_of(options: Options) -> dict[str, Any]:
     return {
         "activations": ("keep",) if options.cost_model == "paper" else activations,
         "blocks": options.recomputed or None,
-        "exchanges": STATIONARY.name in options.search_space.modes,
+        "exchanges": options.search_space.may_move,
         "on_host": "host" in options.search_space.states,
     }

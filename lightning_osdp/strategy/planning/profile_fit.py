@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from lightning_osdp.apply import check_initializable
 from lightning_osdp.callbacks.peak import elements_in
 from lightning_osdp.core.affine import ZERO
-from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
@@ -278,7 +277,7 @@ class FitProfiler:
 
         Optimizers have to be elementwise then: others may know shards that are cut in rows alone.
         """
-        is_named = STATIONARY.name in self._options.search_space.modes
+        is_named = self._options.search_space.may_move
         is_elementwise_step = all(map(is_elementwise, self.optimizers.optimizers))
         return is_named or (self._module.automatic_optimization and is_elementwise_step)
 

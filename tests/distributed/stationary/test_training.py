@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
 from lightning_osdp import Cluster, OSDPStrategy, SearchSpace
 from lightning_osdp.apply import change_plan
-from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.axes import NODE_STATIONARY, STATIONARY, Treatment
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
@@ -45,18 +45,18 @@ EXCHANGES = {
 }
 
 
-def stationary_plan(make, kind="mixed", *, exchanges=None, blocks=(), **options):
+def stationary_plan(make, kind="mixed", *, exchanges=None, blocks=(), mode=STATIONARY, **options):
     """A plan whose other units take turns in the modes of a kind."""
     plan = plan_with(make, kind, **options)
-    found = moving(plan, EXCHANGES[type(make())] if exchanges is None else exchanges)
+    found = moving(plan, EXCHANGES[type(make())] if exchanges is None else exchanges, mode)
     return dataclasses.replace(found, blocks=tuple(blocks))
 
 
-def differences(make, *, optimizer="adamw", kind="mixed", blocks=(), dtype="float64", **options):
+def differences(make, *, optimizer="adamw", kind="mixed", blocks=(), dtype="float64", mode=STATIONARY, **options):
     """Difference of weights and losses from DDP's, how far weights moved, and what moved activations."""
     make = partial(make, optimizer)
     number = options.get("accumulate_grad_batches", 1)
-    plan = stationary_plan(make, kind, blocks=blocks, dtype=dtype, num_micro_batches=number)
+    plan = stationary_plan(make, kind, blocks=blocks, dtype=dtype, mode=mode, num_micro_batches=number)
     by_ddp = fitted(ddp(), make(), dtype=dtype, **options)
     own = fitted(OSDPStrategy(plan=plan, node_size=plan.node_size), make(), dtype=dtype, **options)
     module = own[2].lightning_module
@@ -79,24 +79,33 @@ CASES = {
 }
 
 
-def cases(names, make=GPT, kind="mixed"):
-    return {name: differences(make, kind=kind, max_steps=3, **CASES[name]) for name in names}
+def cases(names, make=GPT, kind="mixed", mode=STATIONARY):
+    return {name: differences(make, kind=kind, mode=mode, max_steps=3, **CASES[name]) for name in names}
 
 
 TWO = ["accumulated norm"]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kind", "names"),
+    ("world_size", "kind", "mode", "names"),
     [
-        (2, "mixed", ["adamw", "value", "recomputed", "offloaded", *TWO]),
-        (4, "nodes", TWO),
-        *(slow(*case, [*CASES]) for case in ((2, "mixed"), (4, "mixed"), (4, "nodes"))),
+        (2, "mixed", STATIONARY, ["adamw", "value", "recomputed", "offloaded", *TWO]),
+        (4, "nodes", STATIONARY, TWO),
+        (4, "nodes", NODE_STATIONARY, ["adamw", *TWO]),
+        *(
+            slow(*case, [*CASES])
+            for case in (
+                (2, "mixed", STATIONARY),
+                (4, "mixed", STATIONARY),
+                (4, "nodes", STATIONARY),
+                (4, "nodes", NODE_STATIONARY),
+            )
+        ),
     ],
 )
-def test_training_equals_ddp(ranks, world_size, kind, names):
-    """Beside units that are sharded over all ranks, or in nodes of two."""
-    for found in ranks(world_size).run(cases, names=names, kind=kind):
+def test_training_equals_ddp(ranks, world_size, kind, mode, names):
+    """Beside units that are sharded over all ranks, or in nodes of two; activations move over all, or in nodes."""
+    for found in ranks(world_size).run(cases, names=names, kind=kind, mode=mode):
         for name, each in found.items():
             assert each["stationary"] == 8, name
             assert each["plan"], name
@@ -195,23 +204,33 @@ def saves(strategy):
     return str(folder / "saved.ckpt")
 
 
-def whole_round(kind):
+def whole_round(kind, mode=STATIONARY):
     """Differences of five steps from DDP's, all resumed after three: under a plan of this kind and under another."""
     make = partial(GPT, "adamw")
+    others = ("mixed", "zdp") if mode == STATIONARY else ("nodes", "nodes")
     expected = fitted(ddp(), make(), ckpt_path=saves(ddp()), max_steps=5)[0]
-    path = saves(OSDPStrategy(plan=stationary_plan(make), state_dict_type=kind))
-    plans = {"activations": stationary_plan(make, "zdp"), "weights": plan_with(make, "mixed")}
+    saved, again = (stationary_plan(make, of_others, mode=mode) for of_others in others)
+    path = saves(OSDPStrategy(plan=saved, node_size=saved.node_size, state_dict_type=kind))
+    plans = {"activations": again, "weights": plan_with(make, "mixed")}
     found = {
-        name: fitted(OSDPStrategy(plan=plan), make(), ckpt_path=path, max_steps=5)[0] for name, plan in plans.items()
+        name: fitted(OSDPStrategy(plan=plan, node_size=plan.node_size), make(), ckpt_path=path, max_steps=5)[0]
+        for name, plan in plans.items()
     }
     if dist.get_rank():
         return {}
     return {name: largest_difference(state, expected) for name, state in found.items()} | {"path": path}
 
 
-@pytest.mark.parametrize("kind", [slow("full"), "sharded"])
-def test_checkpoints_are_resumed_under_either_plan(ranks, kind):
-    found = ranks(2).run(whole_round, kind=kind)[0]
+@pytest.mark.parametrize(
+    ("world_size", "kind", "mode"),
+    [
+        slow(2, "full", STATIONARY),
+        (2, "sharded", STATIONARY),
+        *(slow(4, kind, NODE_STATIONARY) for kind in ("full", "sharded")),
+    ],
+)
+def test_checkpoints_are_resumed_under_either_plan(ranks, world_size, kind, mode):
+    found = ranks(world_size).run(whole_round, kind=kind, mode=mode)[0]
     assert found["activations"] < 1e-9
     assert found["weights"] < 1e-9
 
@@ -343,17 +362,60 @@ class Indexed(GPT):
 EXCHANGES |= {DryRunning: EXCHANGES[Chain], Indexed: EXCHANGES[GPT]}
 
 
-def runs_dry():
+def runs_dry(kind, mode):
     found = []
     for make in (DryRunning, Indexed):
-        module = make()
-        fitted(OSDPStrategy(plan=stationary_plan(make)), module, max_steps=1)
+        module, plan = make(), stationary_plan(make, kind, mode=mode)
+        fitted(OSDPStrategy(plan=plan, node_size=plan.node_size), module, max_steps=1)
         found.append((module.dry.error, module.dry.place, module.stayed))
     return found
 
 
-def test_a_dry_run_takes_a_step_alone_and_leaves_all_as_it_was(ranks):
-    assert ranks(2).run(runs_dry) == [[("", "", True)] * 2] * 2
+@pytest.mark.parametrize(("world_size", "kind", "mode"), [(2, "mixed", STATIONARY), slow(4, "nodes", NODE_STATIONARY)])
+def test_a_dry_run_takes_a_step_alone_and_leaves_all_as_it_was(ranks, world_size, kind, mode):
+    assert ranks(world_size).run(runs_dry, kind=kind, mode=mode) == [[("", "", True)] * 2] * world_size
+
+
+class OfItsOwn(Chain):
+    """Begins with other weights on each rank; one rank may change its part of some after the first steps."""
+
+    def __init__(self, optimizer="adamw", *, drifts=False):
+        super().__init__(optimizer)
+        self.drifts = drifts
+        with torch.no_grad():
+            self.first.weight.add_(dist.get_rank())
+
+    def on_train_batch_start(self, batch, index):
+        if self.drifts and index == 1 and dist.get_rank() == 3:
+            self.first.weight.data.mul_(2)
+
+
+EXCHANGES[OfItsOwn] = EXCHANGES[Chain]
+
+
+def in_nodes():
+    """Tells if weights are cut in nodes, and if nodes have the same after two steps; gives the error of others."""
+    make, drifting = OfItsOwn, partial(OfItsOwn, drifts=True)
+    plan = stationary_plan(make, "nodes", mode=NODE_STATIONARY)
+    fit = fitted(OSDPStrategy(plan=plan, node_size=2), make(), max_steps=2)[2]
+    module = fit.lightning_module
+    parts = [None] * 4
+    dist.all_gather_object(parts, [each.to_local().detach() for each in (module.first.weight, module.third.weight)])
+    are_equal = all(torch.equal(*each) for each in zip(parts[0] + parts[1], parts[2] + parts[3], strict=True))
+    cut = [module.first.weight.placements, module.third.weight.placements]
+    are_cut = cut == [(Replicate(), Shard(0)), (Replicate(), Shard(1))]
+    error = refusal(lambda: fitted(OSDPStrategy(plan=plan, node_size=2), drifting(), max_steps=4))
+    return are_cut, are_equal, error
+
+
+@pytest.mark.slow
+def test_nodes_begin_with_the_same_weights_and_are_told_apart_where_these_differ_later(ranks):
+    for are_cut, are_equal, error in ranks(4).run(in_nodes):
+        assert are_cut
+        assert are_equal
+        assert error is not None
+        assert error.startswith("RanksApartError: Expected every node to have the same values of each parameter")
+        assert "'first.weight'" in error
 
 
 class Normalized(Chain):

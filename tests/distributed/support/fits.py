@@ -220,14 +220,14 @@ def fitted(strategy, module, **options):
     return fit
 
 
-def moving(plan, exchanges):
+def moving(plan, exchanges, mode=STATIONARY):
     """The plan with units that move activations, each of a kind of exchange and the names of its operators."""
     units = list(plan.units)
     for kind, operators in exchanges:
         own = [unit for unit in units if unit.name and set(unit.operators) <= set(operators)]
         modules = operators if len(operators) > 1 else ()
         unit = dataclasses.replace(
-            own[0], operators=operators, modules=modules, treatments=(STATIONARY,), exchange=kind, parameter_bytes=0
+            own[0], operators=operators, modules=modules, treatments=(mode,), exchange=kind, parameter_bytes=0
         )
         units[units.index(own[0])] = unit
         units = [each for each in units if each not in own[1:]]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_osdp.core.axes import DP, STATIONARY, ZDP, modes_of
+from lightning_osdp.core.axes import DP, NODE_STATIONARY, STATIONARY, ZDP, modes_of
 from lightning_osdp.core.units import partition
 from lightning_osdp.planner.assign import Setting, assign_modes
 from lightning_osdp.planner.assign.paths import Paths
@@ -19,14 +19,18 @@ from tests.tiers import but_slow
 MOST_ASSIGNMENTS = 3000
 
 
-def drawn(draw, *, most_blocks=2, world_sizes=(2, 4, 8), prefetch=None):
-    """A setting in which some units may move activations."""
+def drawn(draw, *, most_blocks=2, world_sizes=(2, 4, 8), prefetch=None, in_nodes=False):
+    """A setting in which some units may move activations, over all ranks or those of a node."""
     while True:
         profile = corpus.with_exchanges(draw, corpus.draw_profile(draw, most_blocks=most_blocks))
         profile = dataclasses.replace(profile, blocks=())
-        cluster = dataclasses.replace(
-            corpus.draw_cluster(draw), world_size=draw.choice(world_sizes), node_size=None, within_node=None
-        )
+        cluster = corpus.draw_cluster(draw)
+        if not in_nodes:
+            cluster = dataclasses.replace(
+                cluster, world_size=draw.choice(world_sizes), node_size=None, within_node=None
+            )
+        elif not cluster.has_nodes:
+            continue
         units = partition(profile, min_unit_bytes=0)
         engine = corpus.draw_engine(draw, [unit.name for unit in units])
         if prefetch is not None:
@@ -36,7 +40,7 @@ def drawn(draw, *, most_blocks=2, world_sizes=(2, 4, 8), prefetch=None):
             units=units,
             cluster=cluster,
             workload=corpus.draw_workload(draw),
-            modes=modes_of(["ZDP", "DP", "stationary"]),
+            modes=modes_of(["ZDP", "DP", "stationary", *(["HSDP", "node_stationary"] if in_nodes else [])]),
             engine=engine,
         )
         if sum(STATIONARY in options for options in setting.costs.options) > 1:
@@ -47,10 +51,13 @@ def some_modes(draw, setting):
     return tuple(draw.choice(options) for options in setting.costs.options)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_clock_closed_forms_and_the_simulated_step_agree(seed):
+DRAWN = [*((seed, False) for seed in range(40)), *((seed, True) for seed in range(20))]
+
+
+@pytest.mark.parametrize(("seed", "in_nodes"), DRAWN)
+def test_clock_closed_forms_and_the_simulated_step_agree(seed, in_nodes):
     draw = random.Random(seed)
-    found = drawn(draw)
+    found = drawn(draw, in_nodes=in_nodes)
     for _ in range(3):
         modes = some_modes(draw, found)
         estimate = simulate_step(found, modes, engine=found.engine)
@@ -62,10 +69,10 @@ def test_clock_closed_forms_and_the_simulated_step_agree(seed):
             assert Paths(found).least_s() <= estimate.time_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_path_is_a_bound_on_all_modes(seed):
+@pytest.mark.parametrize(("seed", "in_nodes"), DRAWN)
+def test_every_path_is_a_bound_on_all_modes(seed, in_nodes):
     draw = random.Random(seed)
-    found = drawn(draw)
+    found = drawn(draw, in_nodes=in_nodes)
     found = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, overlaps=True))
     paths = Paths(found)
     chosen = [tuple(draw.choice(options) for options in found.costs.menus) for _ in range(12)]
@@ -117,22 +124,24 @@ def test_single_units_are_tried_the_other_way_where_something_overlaps(seed):
     assert assigned.step_time_s == pytest.approx(best_s, rel=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_where_it_is_known_what_moves_the_closed_form_counts_it_and_bounds_the_peak(seed):
+@pytest.mark.parametrize(
+    ("seed", "mode"), [*((seed, STATIONARY) for seed in range(30)), *((seed, NODE_STATIONARY) for seed in range(15))]
+)
+def test_where_it_is_known_what_moves_the_closed_form_counts_it_and_bounds_the_peak(seed, mode):
     draw = random.Random(seed)
-    found = drawn(draw, prefetch="none")
-    may = [unit.name for unit, options in zip(found.units, found.costs.options, strict=True) if STATIONARY in options]
-    moving = dataclasses.replace(found, moving=frozenset(may[::2]))
+    found = drawn(draw, prefetch="none", in_nodes=mode == NODE_STATIONARY)
+    may = [unit.name for unit, options in zip(found.units, found.costs.options, strict=True) if mode in options]
+    moving = dataclasses.replace(found, moving=frozenset(may[::2]), moving_mode=mode)
     for _ in range(3):
         modes = tuple(
-            STATIONARY
+            mode
             if unit.name in moving.moving
-            else draw.choice([mode for mode in options if not effects_of(mode).exchanges])
+            else draw.choice([each for each in options if not effects_of(each).exchanges])
             for unit, options in zip(moving.units, moving.costs.options, strict=True)
         )
         exact = exact_peak(moving, modes, engine=moving.engine).peak_bytes
         assert exact <= moving.costs.peak(modes).peak_bytes
-        assert all(mode in options for mode, options in zip(modes, moving.costs.options, strict=True))
+        assert all(each in options for each, options in zip(modes, moving.costs.options, strict=True))
 
 
 def test_weights_that_are_never_gathered_need_not_fit(model, operator):

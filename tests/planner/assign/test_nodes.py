@@ -15,7 +15,7 @@ OPERATORS = [
     for index, num_bytes in enumerate((800, 800, 1600, 400))
 ]
 
-TRAINED = [name for name in NAMED_MODES if name not in {"resident", "stationary"}]
+TRAINED = [name for name, mode in NAMED_MODES.items() if name != "resident" and "moves" not in mode]
 """Modes of units in which something is trained, and that are gathered."""
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.axes import DP, STATIONARY, ZDP
-from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.axes import DP, HSDP, NODE_STATIONARY, STATIONARY, ZDP
+from lightning_osdp.core.cluster import Cluster, Link, Links
 from lightning_osdp.core.exchange import KINDS, Exchange, numbers_of_operators
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step, Workload
@@ -15,6 +15,7 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planner.cost import evaluation_peak, exact_peak, step_memory, unit_s
 from lightning_osdp.planner.cost.terms import collectives_s
 from lightning_osdp.planner.engine import EXCHANGES, FSDP2, effects_of, in_modes, messages, saved_beyond
+from lightning_osdp.planner.engine.events import EXCHANGES_OVER
 from lightning_osdp.planner.simulation import StepClock, simulate_step
 
 RANKS, INPUTS, HIDDEN, OUTPUTS, ROWS = 4, 8, 24, 12, 3
@@ -128,6 +129,50 @@ def test_every_micro_batch_exchanges_four_times_and_neither_gathers_nor_reduces(
             assert ("gather", 1) in around[place - 2 : place] or around[place - 1] == (before, 2)
             assert (before, 2) in around[place - 2 : place]
             assert around[place + 1] == (after, 2)
+
+
+def in_nodes(**fields):
+    """Fields of a cluster of two nodes, with links inside of them that are four times as fast."""
+    within = Link(latency_s=0.25, seconds_per_byte=SENT_S / 4)
+    return {
+        "node_size": RANKS // 2,
+        "within_node": Links(all_gather=within, reduce_scatter=within, all_reduce=within),
+        **fields,
+    }
+
+
+NODE_MODES = (DP, HSDP, NODE_STATIONARY, ZDP)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_in_nodes_each_exchanges_and_gradients_of_shards_are_summed_between_them(step, num_micro_batches):
+    found = step(num_micro_batches=num_micro_batches, **in_nodes())
+    kinds = (*EXCHANGES_OVER["node"], "sum_between")
+    counts = effects_of(NODE_STATIONARY).counts(found.units[2], num_micro_batches=num_micro_batches)
+    assert counts == dict.fromkeys(kinds, num_micro_batches)
+    for events in FSDP2().events_of(found, NODE_MODES):
+        others = {"forward", "backward", "release"}
+        assert [event.kind for event in events if event.of == 2 and event.kind not in others] == [*kinds]
+    seconds = collectives_s(
+        found.units[2], NODE_STATIONARY, cluster=found.cluster, workload=found.workload, engine=FSDP2()
+    )
+    # over two ranks, in a quarter of the time for a byte: an input, its gradient, and half of an output and of its own
+    sent = 2 * ROWS * FLOAT * (2 * INPUTS + OUTPUTS)
+    agreed_s = 2 * found.cluster.all_gather_s(4 * (RANKS + 2))
+    between_s = found.cluster.all_reduce_between_s(8000 / 2)
+    of_one_s = 4 * 0.25 + sent * SENT_S / 4 + agreed_s + between_s
+    assert sum(seconds.values()) == pytest.approx(num_micro_batches * of_one_s)
+    assert StepClock(found, FSDP2()).step(NODE_MODES).time_s == pytest.approx(simulate_step(found, NODE_MODES).time_s)
+    assert exact_peak(found, NODE_MODES) == simulate_step(found, NODE_MODES).peak
+
+
+def test_in_nodes_inputs_of_a_node_stay_and_shards_are_larger(step):
+    found = step(**in_nodes())
+    segments = [in_modes(found, modes).profile.segments[1] for modes in (MODES, NODE_MODES)]
+    over_all, in_node = (segment.saved_bytes.at(2) for segment in segments)
+    assert over_all - in_node == (RANKS - 2) * 2 * FLOAT * ROWS * INPUTS
+    memory = step_memory(found, moving={2: NODE_STATIONARY})
+    assert memory.peak(NODE_MODES).peak_bytes >= exact_peak(found, NODE_MODES).peak_bytes
 
 
 def test_what_is_gathered_ahead_is_the_next_unit_that_gathers(step):

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.cluster import Cluster, Link, Links
 from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -108,6 +108,35 @@ def test_micro_batches_count_each_where_gradients_could_have_waited(mlp):
         policy = BatchPolicy.fixed(samples, 4)
         plan = make_plan(mlp(), ranks(), memory_limit_bytes=ENOUGH, micro_batch_size=policy, search_space=space)
         assert {name: kind for name, kind in moving(plan).items() if kind == "pair"} == expected
+
+
+def nodes(num_between):
+    """Two nodes of four, with links inside of them that are so many times as fast as those between."""
+    fast, slow = (Link(latency_s=0.0, seconds_per_byte=each) for each in (1e-9, num_between * 1e-9))
+    return Cluster(
+        world_size=8,
+        node_size=4,
+        all_gather=slow,
+        reduce_scatter=slow,
+        within_node=Links(all_gather=fast, reduce_scatter=fast, all_reduce=fast),
+    )
+
+
+def test_in_nodes_activations_move_where_they_would_not_between_them(mlp):
+    """In a node of m 2 (m-1) r 2 d against 3 or 2 (m-1)/m 8 d^2 of HSDP or HDP: r below 6 d / m or 4 d / m rows."""
+    names = ("ZDP", "HSDP", "HDP", "stationary", "node_stationary")
+    rows = int(0.8 * 4 * WIDTH / 4)
+    plan = planned(mlp(), rows, *names, cluster=nodes(10))
+    assert {name: kind for unit in plan.units for name, kind in [(unit.modes[0], unit.exchange)] if kind} == {
+        "node_stationary": "pair"
+    }
+    assert Plan.from_json(plan.to_json()) == plan
+    assert judge_plan(plan, mlp(), nodes(10), memory_limit_bytes=ENOUGH).units == plan.units
+    assert "node_stationary pair" in render_plan(plan)
+    assert not any("moves" in unit.treatments[0] for unit in planned(mlp(), 2 * rows, *names, cluster=nodes(10)).units)
+    # where all links are as fast, exchanges are over all ranks, or what is left of gradients is not summed again
+    over_all = planned(mlp(), rows // 8, *names, cluster=nodes(1))
+    assert moving(over_all) == {"h.0.fc": "pair"}
 
 
 def test_latencies_of_small_operators_speak_against_it(mlp):
