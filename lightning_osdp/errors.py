@@ -35,6 +35,10 @@ class RanksApartError(OSDPError):
     """Ranks do different things, or one of them failed, so that all ranks stop."""
 
 
+class CalledOffError(OSDPError):
+    """A rank ran out of memory in a step that all ranks give up then, and may take again."""
+
+
 class UntraceableError(ProfileError):
     """A training step cannot be run on fake tensors; the text says why, and its cause is attached."""
 

@@ -15,10 +15,14 @@ IN_SETUP = "before the first step"
 CHECKPOINT = "while a checkpoint is made"
 NO_TENSOR = "no tensor"
 FOR_THE_HOST = "the host takes a part of the optimizer's step, where a plan keeps states there"
+IN_A_TRIAL = "in the first step of a plan's turn in a race, which may be taken again"
 ON_THE_DEVICE = "from one place on the device to another"
 ALLOWED = {
     ("apply/activations/blocks.py", "updated"): "in the first forward of a block",
     ("apply/ranks/agreement.py", "_largest"): ON_THE_HOST,
+    ("apply/ranks/agreement.py", "_meet"): ON_THE_HOST,
+    ("apply/internals/backward.py", "copy_gradients"): IN_A_TRIAL,
+    ("apply/internals/backward.py", "restore"): IN_A_TRIAL,
     ("apply/ranks/buffers.py", "_copy_from_rank_zero"): ON_THE_DEVICE,
     ("apply/internals/unsharded.py", "_move_back"): ON_THE_DEVICE,
     ("apply/internals/dtensors.py", "_set_data"): ON_THE_DEVICE,

@@ -361,6 +361,38 @@ class ShardedModel:
         gathering.set_asynchronous(self.module, is_asynchronous=plan.asynchronous_unshard)
         self._set_prefetch()
 
+    def meeting(self) -> AbstractContextManager[None]:
+        """Context of a micro-batch in which ranks meet before each collective; see `call_off`.
+
+        Raises:
+            CalledOffError: another rank has called all ranks off.
+        """
+        return self._agreement.meeting()
+
+    def call_off(self) -> bool:
+        """Calls off all ranks, after an error of this one within `meeting`; returns whether all have come.
+
+        All then `forget_step`; where they have not come, nothing but the end of all ranks is left.
+        """
+        return self._agreement.call_off()
+
+    def forget_step(self) -> None:
+        """Forgets a micro-batch that all ranks have been called off from, with gradients that are not reduced yet."""
+        self._forget_step()
+        self._agreement.forget_step()
+        self.free()
+
+    @property
+    def hands_gradients_over(self) -> bool:
+        """True if hooks of parameters or the host get gradients within backward, and may step optimizers there."""
+        if any(effects_of(unit.treatment).updates_on_host for unit in self.units):
+            return True
+        return any(getattr(shard, "_post_accumulate_grad_hooks", None) for shard in self.shards)
+
+    def copy_gradients(self) -> Callable[[], None]:
+        """Copies this rank's gradients to the host; returns a function that puts them back after `forget_step`."""
+        return backward.copy_gradients(self._groups, self._exchanging.parameters)
+
     def largest(self, values: Sequence[int]) -> Sequence[int]:
         """Returns the largest of each value over all ranks, by way of their hosts: no device is waited for."""
         return self._agreement.largest(values)

@@ -16,7 +16,7 @@ from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.step.fake_model import stand_in, without_values
 from lightning_osdp.profiler.step.run_step import halves_of, loss_in, resized, samples_in, why_not_mean
 from lightning_osdp.profiler.step.same_state import why_state_differs
-from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
+from lightning_osdp.profiler.step.snapshot import snapshot, tensors_in, untouched
 from lightning_osdp.profiler.timing.step_time import Together
 from lightning_osdp.profiler.tracing.operators import check_parameters, fingerprint
 
@@ -39,6 +39,7 @@ __all__ = [
     "replica_of",
     "resized",
     "samples_in",
+    "snapshot",
     "stand_in",
     "tensors_in",
     "untouched",

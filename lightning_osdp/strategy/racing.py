@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -18,7 +19,7 @@ from lightning_osdp.callbacks.plan_monitor import StepClock
 from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.duration import format_seconds
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, OSDPError
 from lightning_osdp.planner.scheduler import (
     ALIKE,
     WATCHED_STEPS,
@@ -33,7 +34,9 @@ from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.sentences import tell_correction
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning.publish import write_plan
-from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, in_step, on_rank_zero
+from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, in_step, on_all_ranks, on_rank_zero
+from lightning_osdp.strategy.runtime.error_texts import last_checkpoint
+from lightning_osdp.strategy.second_try import run_or_fall_back
 from lightning_osdp.strategy.sharding.units import ReusableModel, Units
 
 MOST_AGAIN = 2
@@ -54,6 +57,9 @@ class Racing(pl.Callback):
     do after a batch counts. Every step is one of training. Its seconds are those of the slowest rank, which ranks tell
     each other at the end of each turn, or of `WATCHED_STEPS` after a race, so that no step waits for them.
 
+    Where memory runs out on a rank in the first step of a turn, all go back to the plan that lasts and take the step
+    again, and the plan of the turn leaves the race. Other steps of the turn take as much memory.
+
     Args:
         trainer: whose fit begins.
         units: that it trains.
@@ -67,6 +73,7 @@ class Racing(pl.Callback):
         self._global_step = trainer.global_step
         self._watched: Plan | None = None  # plan that the pace is of
         self._has_told_why_not = False  # why nothing is learned of a race
+        self._short_bytes = math.inf  # least predicted peak of plans that ran out of memory
         self._set(racers)
 
     def _set(self, racers: Sequence[Racer]) -> None:
@@ -103,6 +110,8 @@ class Racing(pl.Callback):
     def begin(self, trainer: pl.Trainer) -> None:
         """Begins, and says so if plans race."""
         all_callbacks(trainer).insert(0, self)
+        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        loop._make_closure = partial(self._make_closure, trainer, loop._make_closure)
         if not self.is_over:
             self._begin_race("")
 
@@ -120,6 +129,7 @@ class Racing(pl.Callback):
         self.is_over = True
         callbacks = all_callbacks(trainer)
         callbacks[:] = [callback for callback in callbacks if callback is not self]
+        vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("_make_closure", None)
 
     def break_off(self, trainer: pl.Trainer) -> None:
         """Changes to the plan that stays if the race is not over, for the fit is."""
@@ -166,6 +176,48 @@ class Racing(pl.Callback):
             if self._is_timed:
                 self._clock.end_step()
 
+    def _make_closure(self, trainer: pl.Trainer, make: Callable[..., Closure], *args: Any, **kwargs: Any) -> Closure:
+        """Makes Lightning's closure of a micro-batch, with `_run` around forward and backward."""
+        made = make(*args, **kwargs)
+        is_first = made._zero_grad_fn is not None
+        run: Any = partial(self._run, trainer, made.closure, (args, kwargs), is_first=is_first)
+        made.closure = run  # type: ignore[method-assign]
+        return made
+
+    def _run(self, trainer: pl.Trainer, micro_batch: Callable[[], Any], arguments: Any, *, is_first: bool) -> Any:
+        """Runs a micro-batch, with a second try in the first step of a turn unless hooks may change weights in it."""
+        turn, sharded = self._race.turn if self.turn else None, self._model.sharded
+        if turn is None or not turn.racer or self._steps_left < turn.num_steps or sharded.hands_gradients_over:
+            return micro_batch()
+        fall_back = partial(self._leave_out, trainer, turn.racer)
+        return run_or_fall_back(micro_batch, trainer, sharded, arguments, is_first=is_first, fall_back=fall_back)
+
+    def _leave_out(self, trainer: pl.Trainer, number: int, why: str) -> None:
+        """Changes back to the plan that lasts, and leaves the racer whose turn it is out of this race and later ones.
+
+        Raises:
+            OSDPError: the plan in use cannot change in the middle of this step.
+        """
+        racer, lasting = self._racers[number], self._model.lasting
+        assert lasting is not None
+
+        def go_back() -> None:
+            try:
+                self._model.sharded.use(lasting, in_window=True)
+            except ConfigurationError as error:
+                raise OSDPError(
+                    f"{why[0].upper()}{why[1:]} in the turn of {racer.name!r} in a race of plans, and the plan cannot"
+                    f" change back: {error} race=False trains without one.{last_checkpoint(trainer)}"
+                ) from error
+
+        on_all_ranks(go_back)
+        rank_zero_warn(
+            f"OSDP: {why} in the turn of {racer.name!r}. All ranks take the step again under the plan that the race"
+            f" began with, and {racer.name!r} has left."
+        )
+        self._short_bytes = min(self._short_bytes, racer.plan.peak_bytes)
+        self._race, self._has_begun, self._steps_left = self._race.without(number), False, 1
+
     def _taken(self) -> list[tuple[float, int]]:
         """Seconds of each step since the last call, on the slowest rank, and elements of its batches on all ranks."""
         by_step = zip(*all_gather_values([*self._clock.finished(wait=True)]), strict=True)
@@ -208,7 +260,9 @@ class Racing(pl.Callback):
         racers = _racers(trainer, self._units, is_again=True)
         if isinstance(racers, str):
             return
-        racers = [each for each in racers if not self._runs_dry or each.plan.peak_bytes <= racers[0].plan.peak_bytes]
+        most_bytes = racers[0].plan.peak_bytes if self._runs_dry else math.inf
+        fitting = (each for each in racers[1:] if each.plan.peak_bytes <= most_bytes)
+        racers = [racers[0], *(each for each in fitting if each.plan.peak_bytes < self._short_bytes)]
         if len(racers) > 1:
             self._set(racers)
             taken, accepted = format_seconds(pace.latest_s), format_seconds(pace.accepted_s)
@@ -232,8 +286,9 @@ class Racing(pl.Callback):
             shares = sorted([self._most_elements, samples * choice.sample_elements])
             if not self._are_alike or shares[0] < ALIKE * shares[1]:
                 return "batches are not as large as the profiled one"
-            plans = [racer.plan.as_profiled(profile) for racer in self._racers]
-            found = correction_of(plans, self._race.seconds, profile, cluster)
+            timed = [pair for pair in zip(self._racers, self._race.seconds, strict=True) if pair[1]]
+            plans = [racer.plan.as_profiled(profile) for racer, _ in timed]
+            found = correction_of(plans, [seconds for _, seconds in timed], profile, cluster)
             if isinstance(found, str):
                 return found
             estimate = simulate(winner.as_profiled(profile), found.of_profile(profile), found.of_cluster(cluster))
@@ -286,14 +341,18 @@ class Racing(pl.Callback):
         """Sentence of who won, against whom, and how far the prediction was off."""
         race, winner = self._race, self._race.winner
         assert winner is not None
-        others = [number for number in range(len(self._racers)) if number != winner]
-        other = next((number for number in others if self._racers[number].name == "all ZDP"), others[0])
+        others = [number for number, seconds in enumerate(race.seconds) if number != winner and seconds]
+        other = next((number for number in others if self._racers[number].name == "all ZDP"), next(iter(others), None))
+        slower = (
+            ", for no other had room"
+            if other is None
+            else f" against {format_seconds(race.median_s(other))} of {self._racers[other].name}"
+        )
         won_s, plan = race.median_s(winner), self._racers[winner].plan
         predicted_s = plan.corrected_step_time_s or plan.step_time_s
         return (
             f"{self._racers[winner].name} won the race of {len(self._racers)} plans: {format_seconds(won_s)} a step"
-            f" against {format_seconds(race.median_s(other))} of {self._racers[other].name};"
-            f" {format_seconds(predicted_s)} was predicted, {abs(predicted_s / won_s - 1):.0%} off"
+            f"{slower}; {format_seconds(predicted_s)} was predicted, {abs(predicted_s / won_s - 1):.0%} off"
         )
 
 

@@ -461,14 +461,14 @@ def test_collectives_run_on_the_process_group_of_the_unit(net, groups):
 
 def test_collectives_of_a_unit_are_told_and_as_torchs_own(groups):
     heard, world = [], dist.group.WORLD
-    gathering.on_collectives(groups[0], heard.append)
+    gathering.on_collectives(groups[0], heard.append, lambda: heard.append("begun"))
     gather, reduce = groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm
     memory = gather.allocate((3,), dtype=torch.float32, device=torch.device("cpu"))
     gather(output_tensor=memory, input_tensor=torch.arange(3.0), group=world, async_op=True).wait()
     assert memory.tolist() == [0, 1, 2]
     reduce(output_tensor=memory, input_tensor=torch.ones(3), group=world, op=dist.ReduceOp.SUM)
     assert memory.tolist() == [1, 1, 1]
-    assert heard == [False, True]
+    assert heard == [False, "begun", True, "begun"]
 
 
 def test_functions_of_units_are_known_to_spmd_types():

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_osdp.apply.internals import access, gathering
+from lightning_osdp.apply.internals import access, dtensors, gathering
 from lightning_osdp.operations.stationary.exchanges import is_in_torch_func
 
 
@@ -49,6 +49,43 @@ def forget_gradients(groups: Sequence[Any]) -> None:
                 parameter._unsharded_param.grad = None
             if parameter.unsharded_accumulated_grad is not None:  # since torch 2.15 it is the one above
                 parameter.unsharded_accumulated_grad = None
+
+
+def copy_gradients(groups: Sequence[Any], others: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """Copies gradients to the host, reduced or not, before a micro-batch; returns a function that puts them back.
+
+    The function is called once `forget_step` has given up the micro-batch.
+
+    Args:
+        groups: parameters of units.
+        others: parameters of no unit.
+    """
+    parameters = [each for group in groups for each in group.fsdp_params]
+    shards = [*(each.sharded_param for each in parameters), *others]
+    reduced = [
+        (shard, shard.grad, dtensors.local(shard.grad).to("cpu", copy=True))
+        for shard in shards
+        if shard.grad is not None
+    ]
+    without = [shard for shard in shards if shard.grad is None]
+    holders = [(each._unsharded_param, "grad") for each in parameters if hasattr(each, "_unsharded_param")]
+    holders += [(each, "unsharded_accumulated_grad") for each in parameters]  # since torch 2.15 it is the one above
+    holders += [(group, "_partial_reduce_output") for group in groups]
+    waiting = {id(value): (*holder, value) for holder in reversed(holders) if (value := getattr(*holder)) is not None}
+    unreduced = [(holder, name, value.device, value.to("cpu", copy=True)) for holder, name, value in waiting.values()]
+    del waiting  # backward frees gradients once they are reduced
+
+    @torch.no_grad()
+    def restore() -> None:
+        for shard, gradient, values in reduced:
+            shard.grad = gradient
+            dtensors.local(gradient).copy_(values)
+        for shard in without:
+            shard.grad = None
+        for holder, name, device, values in unreduced:
+            setattr(holder, name, values.to(device))
+
+    return restore
 
 
 class WaitingForwards:

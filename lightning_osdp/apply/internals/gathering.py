@@ -189,17 +189,24 @@ def drop_retained(group: Any) -> None:
             parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
 
 
-def on_collectives(group: Any, note: Callable[[bool], None]) -> None:
-    """Calls ``note`` before each all-gather (with False) and each reduce-scatter (with True) of a unit."""
+def on_collectives(group: Any, note: Callable[[bool], None], begun: Callable[[], None] = access.do_nothing) -> None:
+    """Calls ``note`` before each all-gather (with False) and each reduce-scatter (with True) of a unit.
+
+    ``begun`` is called once the collective has begun, or ended where it is waited for.
+    """
     scatter = group._reduce_scatter_comm
 
     def gather(output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
         note(False)
-        return dist.all_gather_single(output_tensor, input_tensor, **kwargs)
+        work = dist.all_gather_single(output_tensor, input_tensor, **kwargs)
+        begun()
+        return work
 
     def reduce(**kwargs: Any) -> Any:
         note(True)
-        return scatter(**kwargs)
+        work = scatter(**kwargs)
+        begun()
+        return work
 
     group.modules[0].set_custom_all_gather(_Collective(gather, _allocated))
     group.modules[0].set_custom_reduce_scatter(_Collective(reduce, scatter.allocate))

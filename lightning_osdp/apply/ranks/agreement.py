@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -19,7 +20,7 @@ from lightning_osdp.apply.ranks.buffers import Buffers, apart
 from lightning_osdp.apply.ranks.hosts import new_host_group
 from lightning_osdp.apply.units import OVER_ALL
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
+from lightning_osdp.errors import CalledOffError, OSDPError, PlanMismatchError, RanksApartError
 from lightning_osdp.operations.stationary import MOVE_WEIGHTS, Reach
 
 _PRIME = 2**31 - 1
@@ -31,6 +32,9 @@ _NUM_CHECKED = 2
 """Number of optimizer steps, with the evaluation before them, in which ranks report each collective beforehand."""
 _STEPS_BETWEEN = 100
 """Steps between two comparisons of nodes, after the first steps: each comparison reads all shards once."""
+_CALLING_S = 20.0
+"""Longest that a rank which cannot go on waits for the others to meet it. They are a part of a step away, unless
+they wait for it in a collective of the user."""
 _SAME_UNITS = (
     "Expected every rank to run the same modules in the same order, but they ran different units in this step,"
     " so that one's weights and gradients would be taken for another's. Call all modules on every rank, with"
@@ -75,6 +79,8 @@ class Agreement:
     - Buffers are those of rank 0 when training begins. Buffers that have changed are taken from rank 0 before each step
       of an optimizer.
     - All ranks refuse a step if one rank finds writes to unsharded parameters that its shards cannot take over.
+    - In a step that may be given up ranks meet before each collective, where one that cannot go on tells the others:
+      none of them waits in a collective that it will not come to.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class Agreement:
         self._functions = 0  # hash of the functions between pairs that move activations
         self._num_begun = 0  # calls of pairs whose last operator has not been called
         self._is_paused = False
+        self._meets = self._is_entering = False
         self._gathered: set[int] | None = None  # units in this step of an evaluation
         self._groups = tuple(groups)
         self._num_exchanging = num_exchanging  # units that move activations, which are numbered after all others
@@ -101,7 +108,7 @@ class Agreement:
         for index, group in enumerate(groups):
             self._starts.append(len(parameters))
             parameters += [parameter for parameter, _ in access.parameters_of(group)]
-            gathering.on_collectives(group, partial(self._note_collective, index))
+            gathering.on_collectives(group, partial(self._note_collective, index), self._has_entered)
         self._watch = backward.BackwardWatch(root, groups, self._note_gradients)
         self._buffers, self._writes = Buffers(root), writes
         # Keys are identities: the hash of a tensor is slow.
@@ -259,9 +266,60 @@ class Agreement:
             self._is_paused, self._has_gradient[:] = False, kept
             self._watch.is_announced = False
 
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Has ranks meet before each collective of units within the context, and at its end.
+
+        Raises:
+            CalledOffError: a rank has called the others off, see `call_off`.
+        """
+        self._meets, self._is_entering = True, False
+        try:
+            yield
+            self._meet()
+        finally:
+            self._meets = False
+
+    def call_off(self) -> bool:
+        """Calls off all ranks where they meet next, after an error of this one within `meeting`.
+
+        Returns whether all have come: not so if they may wait in a collective that this rank has failed to enter.
+        """
+        if self._is_entering or self._group is None:
+            return not self._is_entering
+        work = dist.all_reduce(_is_off(True), dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        deadline = time.monotonic() + _CALLING_S
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-3)
+        try:
+            work.wait()
+        except RuntimeError:  # another rank has failed, too, and says why
+            return False
+        return True
+
+    def forget_step(self) -> None:
+        """Forgets what this rank has run of a step that all ranks give up."""
+        self._order = self._functions = self._num_begun = 0
+        self._watch.is_announced = False
+
+    def _meet(self) -> None:
+        if self._group is None:
+            return
+        found = _is_off(False)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        if found.item():
+            raise CalledOffError("Another rank has run out of memory in this step, so that all ranks give it up.")
+
     def _note_collective(self, unit: int, is_reduction: bool) -> None:
         if not self._is_paused:
             self._note(2 * unit + is_reduction)
+        self._is_entering = True
+
+    def _has_entered(self) -> None:
+        self._is_entering = False
 
     def numbers_of_ranks(self, unit: int, number: int, begun: int = 0) -> Sequence[int]:
         """Numbers that ranks give when they come to a unit that moves activations, by rank. Call it on all ranks.
@@ -321,7 +379,7 @@ class Agreement:
         is_again = self._gathered is not None and event in self._gathered
         if self._gathered is not None:
             self._gathered.add(event)
-        if number is not None or is_again or self._num_begun or self._num_steps < _NUM_CHECKED:
+        if number is not None or is_again or self._meets or self._num_begun or self._num_steps < _NUM_CHECKED:
             return self._check(event, number or 0)
         return ()
 
@@ -367,6 +425,8 @@ class Agreement:
         """Largest number over all ranks, for each place."""
         if self._group is None:
             return [*values]
+        if self._meets:
+            self._meet()
         largest = torch.tensor(values, dtype=torch.int32, device="cpu")
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return largest.tolist()
@@ -385,6 +445,10 @@ def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _hash_of_part(part: torch.Tensor) -> int:
     return dtensors.hash_of(dtensors.local(part)) % _PRIME
+
+
+def _is_off(value: bool) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int32, device="cpu")
 
 
 def _check_same(hashes: Sequence[int], expected: str) -> None:

@@ -70,18 +70,14 @@ def untouched(
     renormalized = [m for m in module.modules() if getattr(m, "max_norm", None) is not None]
     written = dict.fromkeys((*changed, *(p for m in renormalized for p in m.parameters(recurse=False))))
     restores += filter(None, map(_restore_values, written))
-    restores.append(partial(random.setstate, random.getstate()))
-    if numpy := sys.modules.get("numpy"):
-        restores.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    restores += _random_states()
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
     # undoes `p.data = ...`
     storages = [(p, p.data) for p in module.parameters() if type(p.data) is Tensor and not p.is_meta]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
         for parameter, data in storages:
             if parameter.data_ptr() != data.data_ptr():
@@ -90,6 +86,26 @@ def untouched(
             restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def snapshot(module: nn.Module, *others: Any) -> Callable[[], None]:
+    """Notes what a step changes besides parameters and gradients; returns a function that restores it.
+
+    Parameters may be other ones by then, as sharded ones are for gathered ones.
+
+    Args:
+        module: the model, whose objects are restored as `untouched` does.
+        *others: objects that are restored likewise.
+    """
+    children = list(module.modules())
+    restores = _restores([*map(vars, children), *others], left_out=[child._parameters for child in children])
+    restores += _random_states()
+
+    def restore() -> None:
+        for each in restores:
+            each()
+
+    return restore
 
 
 def iterators_in(module: nn.Module) -> list[str]:
@@ -102,10 +118,23 @@ def iterators_in(module: nn.Module) -> list[str]:
     ]
 
 
-def _restores(values: Iterable[Any], left_out: Iterable[Tensor]) -> list[Restore]:
+def _random_states() -> list[Restore]:
+    """Functions that restore the generators of random numbers that steps draw from."""
+    restores: list[Restore] = [
+        partial(random.setstate, random.getstate()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if numpy := sys.modules.get("numpy"):
+        restores.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    restores += [partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(each), each) for each in devices]
+    return restores
+
+
+def _restores(values: Iterable[Any], left_out: Iterable[object]) -> list[Restore]:
     """Functions that restore the contents of objects, however deep they lie in each other."""
     restores: list[Restore] = []
-    waiting, seen = list(values), {id(tensor) for tensor in left_out}
+    waiting, seen = list(values), {id(each) for each in left_out}
     while waiting:
         value = waiting.pop()
         if id(value) in seen or isinstance(value, nn.Parameter):  # a parameter of a module that is no child

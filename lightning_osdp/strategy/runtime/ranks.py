@@ -216,9 +216,17 @@ def collectives_entered(world_size: int) -> int:
 
     All ranks enter the same collectives, so that equal progress is an equal count.
     """
-    pg_map: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    groups = [group for group in pg_map if group.size() == world_size or group.group_desc in NODE_GROUPS]
-    backends = {group._get_backend(device) for group in groups for device in group._device_types}
+    groups = dist.distributed_c10d._world.pg_map
+    return sum(_entered(group) for group in groups if group.size() == world_size or group.group_desc in NODE_GROUPS)
+
+
+def collectives_by_group() -> dict[str, int]:
+    """Counts collectives that this rank has entered in each process group, by the group's name."""
+    return {group.group_name: _entered(group) for group in dist.distributed_c10d._world.pg_map}
+
+
+def _entered(group: Any) -> int:
+    backends = {group._get_backend(device) for device in group._device_types}
     return sum(each._get_sequence_number_for_group() for each in backends if each.name() in {"gloo", "nccl"})
 
 

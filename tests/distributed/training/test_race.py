@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy, Plan, PlanMonitor, SearchSpace
+from lightning_osdp.apply.ranks import agreement
 from lightning_osdp.callbacks import plan_monitor
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS
 from lightning_osdp.core.correction import Correction
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import CalledOffError, ConfigurationError
 from lightning_osdp.planner.engine import engine_of
 from lightning_osdp.planner.scheduler import Race, candidates
 from lightning_osdp.planner.scheduler.replanning import correcting, pace
@@ -297,19 +299,83 @@ def becomes_slower():
 
 
 class Short(Validated):
-    """Has no memory left, on all ranks, in the second turn of a race."""
+    """Has no memory left on some ranks in one micro-batch of a turn: at the begin, in forward or in backward.
+
+    It draws random numbers before, changes its buffers, its batch and what it has logged.
+
+    Args:
+        shortages: by the number of a racer, ranks, the micro-batch, counted in its turn, and the place.
+        error: class of another error that ranks have there.
+    """
+
+    def __init__(self, shortages, error=torch.OutOfMemoryError):
+        super().__init__()
+        self.shortages, self.place, self.error = shortages, "", error
+        self.last.register_forward_pre_hook(lambda *_: self.stop("forward"))
+        self.alone.register_forward_hook(lambda module, args, output: self.stop_in_backward(output[0]))
 
     def training_step(self, batch, batch_idx):
         race = self.trainer.strategy._racing
-        if race is not None and race.turn not in {"", "the plan"}:
-            raise torch.OutOfMemoryError("nothing is left")
+        turn = race._race.turn if race is not None and race.turn else None
+        ranks, micro_batch, place = self.shortages.get(-1 if turn is None else turn.racer, ((), 0, ""))
+        number = 0 if turn is None else batch_idx % MICRO_BATCHES + MICRO_BATCHES * (turn.num_steps - race._steps_left)
+        is_short = dist.get_rank() in ranks and number == micro_batch
+        self.place = place if is_short else ""
+        batch[0].mul_(1.5)
+        self.log("targets", batch[1].mean(), on_step=False, on_epoch=True)
+        self.stop("begin")
         return super().training_step(batch, batch_idx)
 
+    def stop(self, place):
+        if self.place == place:
+            self.place = ""  # validation has none of it
+            raise self.error("nothing is left")
 
-def out_of_memory():
+    def stop_in_backward(self, output):
+        if output.requires_grad:
+            output.register_hook(lambda _: self.stop("backward"))
+
+
+SHORTAGES = {
+    1: ((1,), 0, "forward"),
+    2: ((0,), 1, "backward"),
+    3: ((0, 1, 2, 3), 0, "backward"),
+    4: ((0,), 1, "begin"),
+}
+
+
+def logged_by(fit):
+    """Values that the module has logged, each of which is there."""
+    return {name: float(fit.callback_metrics[name]) for name in ("train_loss", "targets", "val_loss")}
+
+
+def falls_back(sync):
+    """A fit in whose race plans run out of memory, beside one without a race."""
+    space = dataclasses.replace(EVERY, sync=(sync,))
+    expected, module, _ = fitted(False, shared_folder(), module=Short({}).double(), space=space)
+    folder, ours = shared_folder(), Short(SHORTAGES).double()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit, _, recorder = fitted(True, folder, fastest=-1, module=ours, space=space)
+    race = fit.strategy._racing
+    return {
+        "apart": apart(weights_of(fit, ours), weights_of(expected, module)),
+        "buffers": apart(dict(ours.named_buffers()), dict(module.named_buffers())),
+        "losses": ours.losses == module.losses,
+        "logged": logged_by(fit) == logged_by(expected),
+        "texts": [text for text in (str(each.message) for each in told) if "ran out of memory" in text],
+        "names": [each.name for each in race._racers],
+        "turns": [name for name, _ in itertools.groupby(recorder.turns) if name],
+        "plan": how_it_runs(fit.strategy.plan) == how_it_runs(race._racers[-1].plan),
+        "note": fit.strategy.plan.notes[-1],
+        "is own": "_make_closure" not in vars(fit.fit_loop.epoch_loop.automatic_optimization),
+    }
+
+
+def ends_in_a_turn(error):
     """Text of the error in a turn, the callbacks that are left, and how a fit without a race goes on after it."""
-    module, folder = Short().double(), shared_folder()
-    with pytest.raises(torch.OutOfMemoryError) as raised:
+    module, folder = Short({2: ((0, 1), 2 * MICRO_BATCHES, "forward")}, error).double(), shared_folder()
+    with pytest.raises(error) as raised:
         fitted(True, folder, module=module)
     is_racing, later = module.trainer.strategy.is_racing, shared_folder()
     again, _, recorder = fitted(False, later, module=module, steps=3, accumulates=2 * MICRO_BATCHES)
@@ -317,7 +383,26 @@ def out_of_memory():
     plan = again.strategy.plan
     is_back = how_it_runs(plan) == how_it_runs(Plan.load(folder / "osdp_plan.json"))
     is_written = plan == Plan.load(later / "osdp_plan.json") and plan.num_micro_batches == 2 * MICRO_BATCHES
+    assert have_met(again.strategy._sharded) == [False, True]
     return str(raised.value), is_racing, left, again.global_step, {*recorder.turns}, is_back, is_written
+
+
+def have_met(sharded):
+    """Answers of two calls by rank 0: others wait elsewhere at the first, and come to the second."""
+    with mock.patch.object(agreement, "_CALLING_S", 0.05):
+        is_there = sharded.call_off() if dist.get_rank() == 0 else None
+    dist.barrier()
+    found = [is_there]
+    if dist.get_rank():
+        with pytest.raises(CalledOffError), sharded.meeting():
+            pass
+        with pytest.raises(CalledOffError), sharded.meeting():
+            sharded.largest([1])
+    else:
+        found.append(sharded.call_off())
+    shared = [found]
+    dist.broadcast_object_list(shared)
+    return shared[0]
 
 
 class Holding(Validated):
@@ -451,10 +536,41 @@ def test_plans_race_again_when_steps_have_become_slower_but_not_too_often(ranks)
         assert again.endswith(f": 1. the plan, 2. {second}")
 
 
-def test_an_error_in_a_turn_names_the_turn_and_leaves_nothing_of_the_race(ranks):
-    for text, is_racing, left, steps, turns, is_back, is_written in ranks(2).run(out_of_memory):
-        assert "nothing is left\nOSDP: rank " in text
-        assert " in a race of plans: race=False trains without one." in text
+@pytest.mark.parametrize(("world_size", "sync"), [(2, "last"), slow(2, "every"), slow(4, "last")])
+def test_plans_that_run_out_of_memory_leave_the_race_and_training_is_equal(ranks, world_size, sync):
+    """Each of them does so in the first step of its turn, some ranks alone, others having gone further."""
+    for rank, found in enumerate(ranks(world_size).run(falls_back, sync=sync)):
+        assert {name: found[name] for name in ("apart", "buffers", "losses", "logged", "plan", "is own")} == {
+            "apart": 0.0,
+            "buffers": 0.0,
+            "losses": True,
+            "logged": True,
+            "plan": True,
+            "is own": True,
+        }
+        names = found["names"]
+        assert len(names) > len(SHORTAGES) + 1
+        short = {names[number] for number in SHORTAGES}
+        assert not short & {*found["turns"]}
+        assert {*found["turns"]} == {*names} - short
+        assert found["note"].startswith(f"{names[-1]} won the race of ")
+        assert len(found["texts"]) == (len(SHORTAGES) if rank == 0 else 0)
+        for text, (number, (failed, _, place)) in zip(found["texts"], SHORTAGES.items(), strict=False):
+            assert text.startswith(f"OSDP: rank {failed[0]} ran out of memory in ")
+            assert place == "begin" or f" {place} of " in text
+            assert text.endswith(
+                f" in the turn of {names[number]!r}. All ranks take the step again under the plan that the race began"
+                f" with, and {names[number]!r} has left."
+            )
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, slow(SIGTERMException), slow(ValueError)])
+def test_an_error_in_a_turn_names_the_turn_and_leaves_nothing_of_the_race(ranks, error):
+    """Memory runs out in the third step of a turn, from which training does not go back."""
+    for text, is_racing, left, steps, turns, is_back, is_written in ranks(2).run(ends_in_a_turn, error=error):
+        if error is torch.OutOfMemoryError:
+            assert "nothing is left\nOSDP: rank " in text
+            assert " in a race of plans: race=False trains without one. The last checkpoint is " in text
         assert (is_racing, left, steps, turns, is_back, is_written) == (False, [], 3, {""}, True, True)
 
 

@@ -9,7 +9,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_osdp.profiler.step.snapshot import iterators_in, untouched
+from lightning_osdp.profiler.step.snapshot import iterators_in, snapshot, untouched
 
 
 class Everything(nn.Module):
@@ -277,6 +277,30 @@ def test_parameters_that_a_step_is_known_to_change_come_back():
         model.bias.data = model.bias.data * 2
     assert torch.equal(model.weight, weight)
     assert torch.equal(model.bias, bias)
+
+
+def test_a_step_is_undone_when_that_is_asked_for_and_parameters_may_be_others_by_then():
+    model, batch = nn.BatchNorm1d(3), torch.ones(2, 3)
+    model.found, logged = [], {"loss": [0.5]}
+    restore = snapshot(model, batch, logged)
+    random.random(), torch.rand(2)
+    model(batch.mul_(2))
+    model.found.append(batch)
+    model.weight = other = nn.Parameter(torch.zeros(3))
+    logged["loss"].append(1.0)
+    logged["more"] = 2.0
+    model.weight.grad = torch.ones(3)
+    expected = drawn_next(restore)
+    assert drawn_next(restore) == expected
+    assert (model.num_batches_tracked, model.found, logged) == (0, [], {"loss": [0.5]})
+    assert torch.equal(batch, torch.ones(2, 3))
+    assert model.weight is other
+    assert other.grad is not None
+
+
+def drawn_next(restore):
+    restore()
+    return random.random(), torch.rand(2).tolist()
 
 
 def test_iterators_are_named():

@@ -95,6 +95,19 @@ class Race:
         race = replace(self, seconds=noted, waiting=self.waiting[1:])
         return race if race.waiting else race._next_round()
 
+    def without(self, racer: int) -> Race:
+        """The race without the racer whose turn it is, for it cannot go on; another one must have had a turn.
+
+        Raises:
+            ValueError: it is not the racer's turn, or no other one has had any.
+        """
+        left = tuple(each for each in self.running if each != racer)
+        if not self.waiting or self.waiting[0] != racer or not any(self.seconds[each] for each in left):
+            raise ValueError(f"Expected the racer of {self.turn}, and another one that has had a turn, got {racer}.")
+        waiting = tuple(each for each in self.waiting if each != racer) if len(left) > 1 else ()
+        race = replace(self, running=left, waiting=waiting)
+        return race if waiting else race._next_round()
+
     def _next_round(self) -> Race:
         medians = {racer: self.median_s(racer) for racer in self.running}
         most_s = NEAR * min(medians.values())

@@ -80,6 +80,36 @@ def test_a_baseline_has_one_counted_step_and_leaves_unless_it_is_near_the_fastes
     assert race.winner == 2
 
 
+@given(RACERS.filter(lambda racers: len(racers) > 1), st.data())
+def test_who_cannot_go_on_leaves_and_the_fastest_of_the_others_wins(racers, data):
+    """The first racer can; the others may leave in any of their turns."""
+    race, left = Race.of([False, *(is_plain for _, is_plain in racers[1:])]), {*range(len(racers))}
+    while (turn := race.turn) is not None:
+        told = race.most_steps
+        if turn.racer and data.draw(st.booleans()):
+            race, left = race.without(turn.racer), left - {turn.racer}
+            assert race.most_steps < told
+        else:
+            race = race.after([racers[turn.racer][0]] * turn.num_steps)
+        assert {*race.running, *race.waiting} <= left
+    assert race.winner in left
+    assert 0 in left
+    if len(left) == 1:
+        assert race.winner == 0
+
+
+def test_only_the_racer_whose_turn_it_is_leaves_and_another_has_had_one():
+    race = Race.of([False, False])
+    with pytest.raises(
+        ValueError, match=r"Expected the racer of Turn\(racer=0, num_steps=3\), and another one that has"
+    ):
+        race.without(0)
+    race = race.after([1.0] * 3)
+    with pytest.raises(ValueError, match=r"another one that has had a turn, got 0\."):
+        race.without(0)
+    assert race.without(1).winner == 0
+
+
 def test_of_equal_racers_the_first_wins():
     assert run([(1.0, False)] * 5)[0].winner == 0
 

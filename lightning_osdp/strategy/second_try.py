@@ -1,0 +1,83 @@
+"""Second try of a micro-batch, under another plan, where a rank has run out of memory in the first one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+
+from lightning_osdp.apply import ShardedModel
+from lightning_osdp.errors import CalledOffError, OSDPError
+from lightning_osdp.profiler import empty_cache, is_out_of_memory, snapshot
+from lightning_osdp.strategy.runtime.all_ranks import all_gather_values
+from lightning_osdp.strategy.runtime.error_texts import last_checkpoint, place_of_shortage
+from lightning_osdp.strategy.runtime.ranks import collectives_by_group
+
+T = TypeVar("T")
+
+
+def run_or_fall_back(
+    micro_batch: Callable[[], T],
+    trainer: pl.Trainer,
+    sharded: ShardedModel,
+    arguments: Any,
+    *,
+    is_first: bool,
+    fall_back: Callable[[str], None],
+) -> T:
+    """Runs forward and backward; if memory runs out, all ranks undo what they did, fall back, and run them again.
+
+    Random numbers, gradients of earlier micro-batches, buffers, attributes and what was logged are as before the first
+    try, so that training goes on as if there had been none. Copies for that are made in any case, gradients on the
+    host; and ranks meet before each collective, so that steps take longer. Weights do not change in a micro-batch.
+
+    Args:
+        micro_batch: forward and backward of this rank.
+        trainer: whose micro-batch it is.
+        sharded: the model.
+        arguments: of the step, which it may change.
+        is_first: True of the first micro-batch of a step, which drops gradients of the step before.
+        fall_back: changes to a plan that has room, on all ranks; it is given which rank ran out of memory, and where.
+
+    Raises:
+        Exception: of the micro-batch; one that memory ran out, if others may wait for this rank in a collective.
+        OSDPError: memory ran out, and ranks have entered different collectives, as of the user's own code: the next one
+            of a rank would be taken for another one that has begun.
+    """
+    restore = snapshot(trainer.lightning_module, arguments, trainer.fit_loop.epoch_loop._results)
+    restore_gradients = None if is_first else sharded.copy_gradients()
+    place = ""
+    try:
+        with sharded.meeting():
+            return micro_batch()
+    except CalledOffError:
+        pass
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        place = place_of_shortage(sharded)
+        if not sharded.call_off():
+            raise
+    places, entered = zip(*all_gather_values((place, collectives_by_group())), strict=True)
+    rank, place = next((rank, each) for rank, each in enumerate(places) if each)
+    why = f"rank {rank} ran out of memory in {place}"
+    groups = {name for counts in entered for name in counts}
+    if any(len({counts[name] for counts in entered if name in counts}) > 1 for name in groups):
+        raise OSDPError(
+            f"{why[0].upper()}{why[1:]} under a plan that is tried, when other ranks had begun a collective that it has"
+            " not come to, as code of yours may have in forward: the step cannot be taken again."
+            f" OSDPStrategy(race=False) tries no plans.{last_checkpoint(trainer)}"
+        )
+    sharded.forget_step()
+    gc.collect()  # errors keep tensors in reference cycles
+    empty_cache(trainer.strategy.root_device)
+    if restore_gradients is not None:
+        restore_gradients()
+    restore()
+    fall_back(why)
+    # the change of the plan has units reduce gradients at once
+    with sharded.accumulating() if trainer.fit_loop._should_accumulate() else nullcontext():
+        return micro_batch()
