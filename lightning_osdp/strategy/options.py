@@ -58,7 +58,7 @@ class Options:
     accumulate_in_fp32: bool = False
     profile_batch: Any = None
     dry_run: bool | Literal["auto"] = "auto"
-    race: bool | Literal["auto"] = False
+    race: bool | Literal["auto"] = "auto"
     longer_batches: bool = True
     node_size: int | None = None
     start_method: StartMethod = "popen"

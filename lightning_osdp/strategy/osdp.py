@@ -92,8 +92,8 @@ class OSDPStrategy(FSDPStrategy):
             step does not fit, all ranks change to a plan with less memory. ``"auto"``: on GPUs.
         race: True has plans that the module can change to take turns in the first optimizer steps, all of which train
             the same up to rounding; the fastest goes on. They race again when steps have become slower. ``"auto"``:
-            where predictions leave open which is fastest, and among plans that add up nothing in another order. Not
-            with ``Trainer(deterministic=True)`` nor with `plan`.
+            where predictions leave open which is fastest, among plans that add up nothing in another order, for a tenth
+            of the fit's steps at most. Not with ``Trainer(deterministic=True)`` nor with `plan`.
         longer_batches: True has all ranks change to a plan with less memory before a batch that is too long for the one
             in use, and back for shorter ones; an error says so before the step if none has room for it. In fits that
             are planned for, in automatic optimization, on GPUs and wherever `memory_limit` is given.
@@ -129,7 +129,7 @@ class OSDPStrategy(FSDPStrategy):
         accumulate_in_fp32: bool = False,
         profile_batch: Any = None,
         dry_run: bool | Literal["auto"] = "auto",
-        race: bool | Literal["auto"] = False,
+        race: bool | Literal["auto"] = "auto",
         longer_batches: bool = True,
         node_size: int | None = None,
         cost_model: str = "simulate",

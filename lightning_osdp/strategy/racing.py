@@ -20,8 +20,10 @@ from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError, OSDPError
+from lightning_osdp.operations.splitting import compiled
 from lightning_osdp.planner.scheduler import (
     ALIKE,
+    STEPS_APART,
     WATCHED_STEPS,
     Pace,
     Race,
@@ -233,6 +235,9 @@ class Racing(pl.Callback):
             if is_small and self._num_again < MOST_AGAIN:
                 self._num_again, self._steps_left = self._num_again + 1, turn.num_steps
                 return
+            if is_small and self._units.options.race == "auto":
+                self.give_up(trainer, "steps turned out to have batches of other lengths than before")
+                return
             self._are_alike &= not is_small
             self._race = self._race.after(seconds)
         self._has_begun, self._num_again = True, 0
@@ -257,7 +262,7 @@ class Racing(pl.Callback):
         if not self._pace.asks_for_race:
             return
         pace, self._pace = self._pace, dataclasses.replace(self._pace, num_steps=0)
-        racers = _racers(trainer, self._units, is_again=True)
+        racers = _racers(self._units, _steps_left(trainer), is_again=True)
         if isinstance(racers, str):
             return
         most_bytes = racers[0].plan.peak_bytes if self._runs_dry else math.inf
@@ -357,7 +362,7 @@ class Racing(pl.Callback):
 
 
 def race_of(trainer: pl.Trainer, units: Units, *, runs_dry: bool) -> Racing | None:
-    """The races of a fit; None where there can be none. Where none begins now, it is said why if users want any.
+    """The races of a fit; None where there can be none. Where none begins now, it is said why if users ask for one.
 
     Args:
         trainer: whose fit begins.
@@ -368,14 +373,16 @@ def race_of(trainer: pl.Trainer, units: Units, *, runs_dry: bool) -> Racing | No
         return None
     plan, model, why_never = units.sharded.plan, units.model, _reason_against(trainer, units)
     assert model is not None
+    left = _steps_left(trainer)
     won = "training goes on under the winner of an earlier one" if model.is_raced else ""
-    found = why_never or won or _racers(trainer, units)
+    found = why_never or won or _racers(units, left)
     if isinstance(found, str):
-        rank_zero_info(f"OSDP: no race of plans, for {found}.")
+        if units.options.race is True:
+            rank_zero_info(f"OSDP: no race of plans, for {found}.")
         found = []
     elif runs_dry:
         found = _fitting(trainer, model, found)
-    if plan is None or why_never:
+    if plan is None or why_never or (not found and left < STEPS_APART):
         return None
     return Racing(trainer, units, found or [Racer(name="the plan", plan=plan)], runs_dry=runs_dry)
 
@@ -392,18 +399,30 @@ def _reason_against(trainer: pl.Trainer, units: Units) -> str:
         return "in manual optimization training_step says what an optimizer step is"
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
         return "fast_dev_run has too few steps"
+    if units.options.race == "auto" and compiled(trainer.lightning_module):
+        return "modules that are compiled may be compiled anew in each turn"
     if plan is None or choice.profile is None or choice.cluster is None:
         return "the plan was given and nothing profiled"
     return "" if plan.step_time_s > 0 else "nothing is predicted of the micro-batches that training goes on in"
 
 
-def _racers(trainer: pl.Trainer, units: Units, *, is_again: bool = False) -> Sequence[Racer] | str:
+def _racers(units: Units, left: float, *, is_again: bool = False) -> Sequence[Racer] | str:
     """Finds the same candidates on all ranks, the plan in use first; or says why they need no race.
 
-    Predictions do not tell whether they need one that ``is_again``, for steps no longer take what they took.
+    Predictions do not tell whether they need one that ``is_again``, for steps no longer take what they took. The fit
+    has ``left`` optimizer steps.
     """
     plan, choice, race = units.sharded.plan, units.choice, units.options.race
     assert plan is not None
+
+    def why_too_long(num_racers: int, num_plain: int = 0) -> str:
+        num_steps = WARM_UP_STEPS + Race.of([False] * num_racers + [True] * num_plain).most_steps
+        if race == "auto" and left < num_steps / MOST_SHARE:
+            return f"up to {num_steps} optimizer steps are more than {MOST_SHARE:.0%} of the {left} of this fit"
+        return f"it may last {num_steps} optimizer steps, and this fit has {left}" if left < num_steps else ""
+
+    if race == "auto" and (why := why_too_long(2)):
+        return why  # most fits of a few steps need no candidates for it
 
     def found() -> Sequence[Racer] | str:
         profile, cluster = choice.corrected()
@@ -418,19 +437,14 @@ def _racers(trainer: pl.Trainer, units: Units, *, is_again: bool = False) -> Seq
     racers = on_rank_zero(found)
     if isinstance(racers, str):
         return racers
-    num_steps = WARM_UP_STEPS + Race.of([racer.is_plain for racer in racers]).most_steps
-    left = min(all_gather_values(_steps_left(trainer)))  # loaders may have other lengths on other ranks
-    if race == "auto" and left < num_steps / MOST_SHARE:
-        return f"up to {num_steps} optimizer steps are more than {MOST_SHARE:.0%} of the {left} of this fit"
-    if left < num_steps:
-        return f"it may last {num_steps} optimizer steps, and this fit has {left}"
-    return [dataclasses.replace(racers[0], plan=plan), *racers[1:]]
+    num_plain = sum(racer.is_plain for racer in racers)
+    return why_too_long(len(racers) - num_plain, num_plain) or [dataclasses.replace(racers[0], plan=plan), *racers[1:]]
 
 
 def _steps_left(trainer: pl.Trainer) -> float:
-    """Optimizer steps that this rank's loaders and the Trainer's limits leave; infinite where nobody knows."""
+    """Optimizer steps that loaders of all ranks and the Trainer's limits leave; infinite where nobody knows."""
     number = trainer.estimated_stepping_batches
-    return math.inf if number < 0 else number - trainer.global_step
+    return min(all_gather_values(math.inf if number < 0 else number - trainer.global_step))
 
 
 def _fitting(trainer: pl.Trainer, model: ReusableModel, racers: Sequence[Racer]) -> Sequence[Racer]:

@@ -1,6 +1,7 @@
 """Fits that have no race, and why; what is said of one."""
 
 import logging
+import math
 from types import SimpleNamespace
 
 import lightning as L
@@ -50,7 +51,7 @@ def fit(folder, *, race=True, automatic=True, plan=None, **options):
     ("options", "reason"),
     [
         ({}, "no other plan that the module could change to is predicted to fit and to be nearly as fast"),
-        ({"race": "auto"}, "no other plan that"),
+        ({"race": "auto"}, None),
         ({"automatic": False}, "in manual optimization training_step says what an optimizer step is"),
         ({"deterministic": True}, "deterministic training repeats what was trained before: plan= takes osdp_plan.json"),
         ({"fast_dev_run": True}, "fast_dev_run has too few steps"),
@@ -67,6 +68,23 @@ def test_it_is_said_why_a_fit_has_no_race(tmp_path, caplog, options, reason):
     told = [text for text in map(logging.LogRecord.getMessage, caplog.records) if "race of plans" in text]
     assert len(told) == (reason is not None)
     assert all(text.startswith(f"OSDP: no race of plans, for {reason}") for text in told)
+
+
+@pytest.mark.parametrize(("race", "has_reason"), [("auto", True), (True, False)])
+def test_compiled_modules_race_only_where_that_is_asked_for(race, has_reason):
+    module = Net()
+    trainer = SimpleNamespace(lightning_module=module, fast_dev_run=False)
+    choice = SimpleNamespace(profile=object(), cluster=object())
+    units = SimpleNamespace(
+        sharded=SimpleNamespace(plan=bare_plan(step_time_s=1.0)), choice=choice, options=SimpleNamespace(race=race)
+    )
+    assert racing._reason_against(trainer, units) == ""
+    module.body.compile(backend="eager")
+    assert bool(racing._reason_against(trainer, units)) == has_reason
+
+
+def test_a_race_is_open_by_default():
+    assert OSDPStrategy()._units.options.race == "auto"
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -124,23 +142,63 @@ def test_a_race_lasts_as_long_as_its_fit_at_most_and_a_tenth_of_it_unless_asked_
     racers = (racer("the plan", 1.0), racer("other", 1.0))
     monkeypatch.setattr(racing, "candidates", lambda *_, **__: racers)
     monkeypatch.setattr(racing, "are_close", lambda *_: True)
-    trainer = SimpleNamespace(estimated_stepping_batches=num_steps + 7, global_step=7)
     units = SimpleNamespace(
         sharded=SimpleNamespace(plan=racers[0].plan),
         choice=SimpleNamespace(corrected=lambda: (SimpleNamespace(blocks=()), object())),
         options=SimpleNamespace(race=race, engine=None),
     )
-    found = racing._racers(trainer, units)
-    assert found == ([*racers] if has_one else TOO_SHORT[race])
-    trainer.estimated_stepping_batches = -1
-    assert racing._racers(trainer, units) == [*racers]
+    assert racing._racers(units, num_steps) == ([*racers] if has_one else TOO_SHORT[race])
+    assert racing._racers(units, math.inf) == [*racers]
     monkeypatch.setattr(racing, "are_close", lambda *_: race is True)
     told_apart = "predictions tell the plans apart"
-    assert racing._racers(trainer, units) == ([*racers] if race is True else told_apart)
-    assert racing._racers(trainer, units, is_again=True) == [*racers]
-    monkeypatch.setattr(racing, "are_close", lambda *_: True)
-    monkeypatch.setattr(racing, "all_gather_values", lambda value: [value, num_steps])  # another rank knows its number
-    assert racing._racers(trainer, units) == found
+    assert racing._racers(units, math.inf) == ([*racers] if race is True else told_apart)
+    assert racing._racers(units, math.inf, is_again=True) == [*racers]
+
+
+def test_steps_that_are_left_are_those_of_the_shortest_loader_of_all_ranks(monkeypatch):
+    trainer = SimpleNamespace(estimated_stepping_batches=80, global_step=7)
+    assert racing._steps_left(trainer) == 73
+    monkeypatch.setattr(racing, "all_gather_values", lambda value: [value, 40])
+    assert racing._steps_left(trainer) == 40
+    trainer.estimated_stepping_batches = -1  # nobody knows on this rank
+    assert racing._steps_left(trainer) == 40
+
+
+def racing_with(racers, race="auto"):
+    """Races of a model that is under the first of these plans, and a function that takes steps of so many elements."""
+    model = Model()
+    model.use(racers[0].plan)
+    model.lasting, model.is_raced = racers[0].plan if len(racers) > 1 else None, False
+    model.begin_race = lambda: setattr(model, "lasting", model.plan)
+    units = SimpleNamespace(model=model, options=SimpleNamespace(race=race))
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        global_step=0,
+        callbacks=[],
+        estimated_stepping_batches=-1,
+    )
+    races = Racing(trainer, units, racers)
+
+    def take(*sizes):
+        for size in sizes:
+            races.on_train_batch_start(trainer, None, None, 0)
+            trainer.global_step += 1
+            races.on_train_batch_end(trainer, None, None, torch.ones(size), 0)
+
+    return races, take
+
+
+@pytest.mark.parametrize("race", ["auto", True])
+def test_batches_of_other_lengths_end_a_race_that_nobody_asked_for(race, caplog):
+    racers = [racer("the plan", 1.0), racer("other", 1.0, peak_bytes=5)]
+    races, take = racing_with(racers, race)
+    with caplog.at_level("INFO"):
+        take(10, 10, *[10, 10, 5] * 3)  # the turn is taken twice again
+        assert races.turn == "the plan"
+        take(10)
+    assert (races.is_over, races.turn) == ((True, "") if race == "auto" else (False, "other"))
+    text = "OSDP: the race of plans was not over when steps turned out to have batches of other lengths than before, so"
+    assert (text in caplog.text) == (race == "auto")
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,14 @@ from lightning_osdp.planner.scheduler.replanning.known_batches import (
     Shapes,
     times_longer,
 )
-from lightning_osdp.planner.scheduler.replanning.pace import ALIKE, WATCHED_STEPS, Pace
+from lightning_osdp.planner.scheduler.replanning.pace import ALIKE, STEPS_APART, WATCHED_STEPS, Pace
 from lightning_osdp.planner.scheduler.replanning.race import Race, Turn
 
 __all__ = [
     "ALIKE",
     "ANY_PREFETCH",
     "BY_HAND",
+    "STEPS_APART",
     "WATCHED_STEPS",
     "WORTH_MOVING_ACTIVATIONS",
     "HandMade",
