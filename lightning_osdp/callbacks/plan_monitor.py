@@ -121,6 +121,11 @@ class PlanMonitor(pl.Callback):
             allocator=self._peak.allocator,
         )
 
+    @property
+    def is_near_limit(self) -> bool:
+        """True once the plan in use took nearly all of the memory limit, or more, although less was predicted."""
+        return self._plan is not None and (self._is_near or self._is_over)
+
     def comparison(self) -> RenderableType:
         """Makes a table of predictions beside measurements of this rank."""
         assert self._plan is not None

@@ -14,8 +14,8 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_osdp.callbacks.peak import WARM_UP_STEPS, all_callbacks, elements_in
-from lightning_osdp.callbacks.plan_monitor import StepClock
+from lightning_osdp.callbacks.peak import WARM_UP_STEPS, all_callbacks, callbacks_of, elements_in
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor, StepClock
 from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.duration import format_seconds
@@ -76,6 +76,7 @@ class Racing(pl.Callback):
         self._watched: Plan | None = None  # plan that the pace is of
         self._has_told_why_not = False  # why nothing is learned of a race
         self._short_bytes = math.inf  # least predicted peak of plans that ran out of memory
+        self._near_bytes = 0  # predicted peak of the plan that others have raced for its memory with
         self._set(racers)
 
     def _set(self, racers: Sequence[Racer]) -> None:
@@ -251,27 +252,32 @@ class Racing(pl.Callback):
             self._settle(trainer)
 
     def _watch(self, trainer: pl.Trainer) -> None:
-        """Looks at the pace of the plan in use, and begins another race where it has fallen."""
+        """Looks at pace and memory of the plan in use, and begins another race where they are not as accepted."""
         steps, plan = self._taken(), self._model.sharded.plan
+        assert plan is not None
         self._steps_left = WATCHED_STEPS
         if self._model.lasting is not None:
             return  # longer batches train under another plan, and take longer
         if plan is not self._watched:  # `change_plan` was called, or there has been no race
             self._pace, self._watched = Pace(), plan
-        self._pace = self._pace.after(steps)
-        if not self._pace.asks_for_race:
+        pace = self._pace = self._pace.after(steps)
+        is_near = any(each.is_near_limit for each in callbacks_of(trainer, PlanMonitor))
+        is_near = any(all_gather_values(is_near)) and plan.peak_bytes != self._near_bytes
+        if not (pace.allows_race and (pace.is_slower or is_near)):
             return
-        pace, self._pace = self._pace, dataclasses.replace(self._pace, num_steps=0)
+        self._pace = dataclasses.replace(pace, num_steps=0)
+        self._near_bytes = plan.peak_bytes if is_near else self._near_bytes
         racers = _racers(self._units, _steps_left(trainer), is_again=True)
         if isinstance(racers, str):
             return
-        most_bytes = racers[0].plan.peak_bytes if self._runs_dry else math.inf
+        most_bytes = racers[0].plan.peak_bytes - is_near if self._runs_dry or is_near else math.inf
         fitting = (each for each in racers[1:] if each.plan.peak_bytes <= most_bytes)
         racers = [racers[0], *(each for each in fitting if each.plan.peak_bytes < self._short_bytes)]
         if len(racers) > 1:
             self._set(racers)
             taken, accepted = format_seconds(pace.latest_s), format_seconds(pace.accepted_s)
-            self._begin_race(f"steps take {taken}, and took {accepted} when the plan was accepted: ")
+            slower = f"steps take {taken}, and took {accepted} when the plan was accepted: "
+            self._begin_race(slower if pace.is_slower else "hardly any memory is left: ")
 
     def _decide(self) -> None:
         """Has the winner's plan stay, which checkpoints store from now on."""

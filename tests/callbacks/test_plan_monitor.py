@@ -48,6 +48,7 @@ def test_a_peak_near_the_limit_is_told_once(monitor, caplog, peaks_mib, told):
             monitor._peak = SimpleNamespace(peak_bytes=None if peak is None else peak * 2**20)
             monitor._tell_near_limit()
     assert caplog.text.count("OSDP: step 1 took") == told
+    assert monitor.is_near_limit == bool(told)
     if told:
         assert "which leaves 25.0 MiB of memory_limit (0.98 GiB); 900 MiB was predicted." in caplog.text
 

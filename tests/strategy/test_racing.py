@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.planner.scheduler import Racer
+from lightning_osdp.planner.scheduler.replanning import pace
 from lightning_osdp.strategy import racing
 from lightning_osdp.strategy.racing import Racing
 from tests.plans import bare_plan
@@ -164,6 +165,27 @@ def test_steps_that_are_left_are_those_of_the_shortest_loader_of_all_ranks(monke
     assert racing._steps_left(trainer) == 40
 
 
+class Clock:
+    """A clock by which each step takes a second."""
+
+    def __init__(self, _):
+        self.ended, self.elements = [], 0
+
+    def start(self):
+        pass
+
+    def stop(self, *, num_samples):
+        self.elements += num_samples
+
+    def end_step(self):
+        self.ended.append((1.0, self.elements))
+        self.elements = 0
+
+    def finished(self, *, wait):
+        ended, self.ended = self.ended, []
+        return iter(ended)
+
+
 def racing_with(racers, race="auto"):
     """Races of a model that is under the first of these plans, and a function that takes steps of so many elements."""
     model = Model()
@@ -199,6 +221,31 @@ def test_batches_of_other_lengths_end_a_race_that_nobody_asked_for(race, caplog)
     assert (races.is_over, races.turn) == ((True, "") if race == "auto" else (False, "other"))
     text = "OSDP: the race of plans was not over when steps turned out to have batches of other lengths than before, so"
     assert (text in caplog.text) == (race == "auto")
+
+
+def test_plans_with_less_memory_race_once_where_hardly_any_is_left(monkeypatch, caplog):
+    planned, less, more = (
+        racer(name, 1.0, peak_bytes=size) for name, size in (("the plan", 5), ("less", 4), ("more", 6))
+    )
+    monkeypatch.setattr(racing, "StepClock", Clock)
+    races, take = racing_with([planned])
+    monkeypatch.setattr(racing, "WATCHED_STEPS", 2)
+    monkeypatch.setattr(pace, "STEPS_APART", 4)
+    monkeypatch.setattr(racing, "_racers", lambda *_, **__: [planned, less, more])
+    monitor = SimpleNamespace(is_near_limit=False)
+    monkeypatch.setattr(racing, "callbacks_of", lambda *_: [monitor])
+    races._steps_left = 2
+    take(*[10] * 8)
+    assert races.is_over
+    monitor.is_near_limit = True
+    with caplog.at_level("INFO"):
+        take(10)
+    assert [each.name for each in races._racers] == ["the plan", "less"]
+    assert "OSDP: hardly any memory is left: 2 plans take turns" in caplog.text
+    races._set([planned])
+    races._model.lasting = None
+    take(*[10] * 20)
+    assert races.is_over
 
 
 @pytest.mark.parametrize(

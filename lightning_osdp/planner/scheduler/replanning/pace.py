@@ -35,9 +35,9 @@ class Pace:
         return 0 < SLOWER * self.accepted_s < self.latest_s
 
     @property
-    def asks_for_race(self) -> bool:
-        """True if they did, and the last race is long enough ago."""
-        return self.is_slower and self.num_steps >= STEPS_APART
+    def allows_race(self) -> bool:
+        """True if the last race is long enough ago."""
+        return self.num_steps >= STEPS_APART
 
     def after(self, steps: Sequence[tuple[float, int]]) -> Pace:
         """The pace after more steps, by the seconds and the elements of each; there must be some."""

@@ -41,7 +41,7 @@ def test_another_race_is_asked_for_after_a_while_and_as_long_as_steps_are_slower
     pace, asked = Pace(accepted_s=1.0, num_elements=LARGE), []
     for _ in range(2 * STEPS_APART // WATCHED_STEPS):
         pace = pace.after(steps(2.0))
-        asked.append(pace.asks_for_race)
+        asked.append(pace.allows_race and pace.is_slower)
     first = STEPS_APART // WATCHED_STEPS - 1
     assert asked == [False] * first + [True] * (len(asked) - first)
-    assert not pace.after(steps(1.0)).asks_for_race
+    assert not pace.after(steps(1.0)).is_slower
