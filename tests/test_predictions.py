@@ -14,7 +14,7 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.planner.assign import Setting, block_units
 from lightning_osdp.planner.cost import TERMS
 from lightning_osdp.planner.simulation import simulate_step
-from tests import corpus
+from tests.support import corpus
 
 KEPT = Path(__file__).parent / "fixtures" / "predictions.json"
 NUM_STEPS = 40

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 FIRST = """
     import sys

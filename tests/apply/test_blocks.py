@@ -15,7 +15,7 @@ from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.operations.splitting import compiled_whole
 from lightning_osdp.profiler import LiveBytes
-from tests.tiers import but_slow
+from tests.support.tiers import but_slow
 
 CPU = torch.device("cpu")
 CHOICES = ("recompute", "offload", "recompute_offload")

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_osdp.apply.preparing.initialize import unit_initializer
 from lightning_osdp.errors import ProfileError
-from tests.wrapped_units import Nested
+from tests.support.wrapped_units import Nested
 
 CPU = torch.device("cpu")
 

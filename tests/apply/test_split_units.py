@@ -12,7 +12,7 @@ from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp.apply import ShardedModel, apply_plan
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError, ProfileError
-from tests.wrapped_units import units_of
+from tests.support.wrapped_units import units_of
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_osdp.apply import ShardedModel, apply_plan
 from lightning_osdp.apply.internals import access
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
-from tests.wrapped_units import NESTED, NESTED_PARAMETERS, Nested, plan, units_of
+from tests.support.wrapped_units import NESTED, NESTED_PARAMETERS, Nested, plan, units_of
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from benchmarks.families import FAMILIES
 from benchmarks.measures.accuracy import gloo, memory, peaks, planning
 from benchmarks.measures.section import Results, Section
 from benchmarks.testbed.memory import PHASES
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 
 def cheap_cases(family, count):

@@ -8,7 +8,7 @@ import torch
 from benchmarks import gpu_check
 from benchmarks.measures.gpu import emulated, one_device, two_devices
 from benchmarks.measures.gpu.finding import Finding, findings_of
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ from benchmarks.measures.simulated.published import (
     wrong_orders,
 )
 from lightning_osdp.planner.engine import Moment
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 MIB = 2**20
 

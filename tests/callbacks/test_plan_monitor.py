@@ -7,7 +7,7 @@ import torch
 
 from lightning_osdp import PlanMonitor
 from lightning_osdp.planner.scheduler.replanning.pace import WATCHED_STEPS
-from tests.plans import bare_plan
+from tests.support.plans import bare_plan
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_osdp.machines import PUBLISHED_RATES
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 MODULE = """
 import torch

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.planner.engine import effects_of
-from tests.steps import FAST, SLOW, TWO_NODES
+from tests.support.steps import FAST, SLOW, TWO_NODES
 
 LINK = Link(latency_s=1e-5, seconds_per_byte=1e-9)
 

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_osdp.core.correction import Correction
 from lightning_osdp.errors import ConfigurationError
-from tests import corpus
+from tests.support import corpus
 
 
 @pytest.mark.parametrize("fields", [{"computing": 0.0}, {"links": {"all": -1.0}}, {"links": {"rack": 2.0}}])

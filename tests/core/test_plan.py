@@ -15,8 +15,8 @@ from lightning_osdp.core.plans.plan import COST_MODELS, PREFETCH_CHOICES, SCHEMA
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import OSDPError, PlanFormatError, PlanMismatchError
-from tests.plans import menu
-from tests.tiers import examples
+from tests.support.plans import menu
+from tests.support.tiers import examples
 
 ROOT = Unit(name="", operators=("norm",), kind="LayerNorm", treatments=named("DP"), parameter_bytes=64)
 HEAD = Unit(name="head", operators=("head",), kind="Linear", treatments=named("ZDP", "ZDP", "DP"), time_s=1.5e-3)

@@ -9,7 +9,7 @@ import torch
 from lightning_osdp.profiler import profile_model
 from tests.profiler.entangled_models import MODELS
 from tests.profiler.wrapped import compare, gradients
-from tests.tiers import but_slow
+from tests.support.tiers import but_slow
 
 
 def measured(profile):

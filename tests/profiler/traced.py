@@ -16,7 +16,7 @@ from lightning_osdp.profiler.step.run_step import StepRunner, resized
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
 from lightning_osdp.profiler.timing.operation_time import estimate_step
 from lightning_osdp.profiler.tracing import short_model, trace
-from tests.this_cpu import skip_what_it_lacks
+from tests.support.this_cpu import skip_what_it_lacks
 
 CPU = torch.device("cpu")
 DEPTH = 10

@@ -9,8 +9,8 @@ from lightning_osdp.core.axes import NAMED_MODES, named
 from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.units import partition
 from lightning_osdp.profiler import fingerprint, profile_model
-from tests.plans import bare_plan
 from tests.profiler.entangled_models import MODELS
+from tests.support.plans import bare_plan
 
 
 def plan_of(profile, world_size, modes=("ZDP",), min_unit_bytes=0):

@@ -7,7 +7,7 @@ import pytest
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.report.sentences import tell_accumulation, whole_gradient_bytes, wire_bytes
-from tests.plans import bare_plan, menu
+from tests.support.plans import bare_plan, menu
 
 MIB = 2**20
 

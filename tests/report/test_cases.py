@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_osdp.report.cases import what_if
-from tests.steps import TWO_NODES
+from tests.support.steps import TWO_NODES
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from lightning_osdp.planner.engine import Moment
 from lightning_osdp.planner.scheduler import make_plan
 from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.picture import BANDS, HATCHES, KINDS, LIMIT_COLOUR, draw_plan, save_picture
-from tests.plans import menu
+from tests.support.plans import menu
 
 MIB = 2**20
 SVG = "{http://www.w3.org/2000/svg}"

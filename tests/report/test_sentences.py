@@ -20,7 +20,7 @@ from lightning_osdp.report.sentences import (
     tell_blocks,
     tell_kept,
 )
-from tests.plans import menu
+from tests.support.plans import menu
 
 MIB = 2**20
 ROOT = Unit(name="", operators=("norm",), kind="LayerNorm", treatments=named("ZDP"))

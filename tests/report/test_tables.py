@@ -11,7 +11,7 @@ from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.report.tables import comparison_table, plan_table, render, render_plan
-from tests.plans import menu
+from tests.support.plans import menu
 
 MIB = 2**20
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_osdp import ConfigurationError, OSDPError, OSDPStrategy, ProfileError
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.profiler import ComputePrecision
-from tests.this_cpu import LOW, refused_lstm
-from tests.tiers import slow
+from tests.support.this_cpu import LOW, refused_lstm
+from tests.support.tiers import slow
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank", "quiet"),

@@ -15,8 +15,8 @@ from lightning_osdp.planner.scheduler import Racer
 from lightning_osdp.planner.scheduler.replanning import pace
 from lightning_osdp.strategy import racing
 from lightning_osdp.strategy.racing import Racing
-from tests.plans import bare_plan
 from tests.strategy.quiet import quiet_trainer
+from tests.support.plans import bare_plan
 
 
 class Net(L.LightningModule):

@@ -12,7 +12,7 @@ from lightning_osdp.planner.scheduler import Racer
 from lightning_osdp.strategy import racing, second_try
 from lightning_osdp.strategy.racing import Racing
 from lightning_osdp.strategy.second_try import run_or_fall_back
-from tests.plans import bare_plan
+from tests.support.plans import bare_plan
 
 
 class Sharded:

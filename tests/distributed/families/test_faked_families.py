@@ -13,7 +13,7 @@ from lightning_osdp.profiler.timing.operation_time import OperationRecorder, rep
 from tests.distributed.support.families import FAMILIES
 from tests.distributed.support.models import MODELS
 from tests.profiler.traced import CPU, PRECISIONS, both, deepened, real_and_fake
-from tests.tiers import but_slow, in_turn, slow
+from tests.support.tiers import but_slow, in_turn, slow
 
 HEADS = 4
 ROUNDING = 0 if torch.__version__ >= (2, 13) else 0.01

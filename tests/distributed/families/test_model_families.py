@@ -6,7 +6,7 @@ from lightning_osdp import TrainingStep, profile_model
 from lightning_osdp.core.units import partition
 from tests.distributed.support.families import check, family
 from tests.distributed.support.models import build
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

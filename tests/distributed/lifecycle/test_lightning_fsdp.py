@@ -45,7 +45,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_osdp import ConfigurationError, OSDPStrategy, SearchSpace
 from lightning_osdp.strategy.checkpointing import load
 from tests.distributed.support.fits import EVERYTHING, shared_folder, trainer, without_measuring
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

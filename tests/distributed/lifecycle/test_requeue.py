@@ -13,7 +13,7 @@ from benchmarks.testbed.training import StartedRanks
 from lightning_osdp import OSDPStrategy
 from tests.distributed.support.fits import largest_difference, plan_for, shared_folder, trainer
 from tests.distributed.support.models import OddMLP
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -34,7 +34,7 @@ from tests.distributed.support.fits import (
     without_measuring,
 )
 from tests.distributed.support.models import BATCH_SIZE, GPT, NUM_SAMPLES, Base, TiedGPT, WideMLP, build
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

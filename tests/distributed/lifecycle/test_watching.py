@@ -13,7 +13,7 @@ from lightning_osdp import ConfigurationError, OSDPStrategy, PlanMonitor
 from lightning_osdp.callbacks.peak import COUNTED_STEPS, WARM_UP_STEPS
 from tests.distributed.support.fits import largest_difference, plan_for, shared_folder, trainer
 from tests.distributed.support.models import BATCH_SIZE, GPT
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

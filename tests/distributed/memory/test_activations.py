@@ -40,8 +40,8 @@ from tests.distributed.support.parts import (
     batches_of,
 )
 from tests.profiler.wrapped import whole
-from tests.tiers import slow
-from tests.wrapped_units import block_forwards
+from tests.support.tiers import slow
+from tests.support.wrapped_units import block_forwards
 
 pytestmark = pytest.mark.distributed
 

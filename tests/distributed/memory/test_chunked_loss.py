@@ -8,7 +8,7 @@ from lightning_osdp import OSDPStrategy, SearchSpace, chunked_cross_entropy
 from tests.distributed.memory.test_activations import fitted, largest_of
 from tests.distributed.support.fits import without_measuring
 from tests.distributed.support.models import WideGPT
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -17,7 +17,7 @@ from lightning_osdp.errors import OSDPError
 from lightning_osdp.report.tables import render
 from tests.distributed.support.fits import plan_for, trainer
 from tests.distributed.support.models import WideMLP
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

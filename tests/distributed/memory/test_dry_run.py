@@ -21,7 +21,7 @@ from lightning_osdp.strategy.checkpointing.entries import read_plan
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values
 from tests.distributed.support.fits import plan_for, shared_folder, trainer
 from tests.distributed.support.models import BATCH_SIZE, Base, build
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -23,8 +23,8 @@ from tests.distributed.support.fits import largest_difference, plan_for
 from tests.distributed.support.models import GPT
 from tests.distributed.support.parts import CPU
 from tests.profiler.wrapped import whole
-from tests.tiers import slow
-from tests.wrapped_units import block_forwards
+from tests.support.tiers import slow
+from tests.support.wrapped_units import block_forwards
 
 pytestmark = pytest.mark.distributed
 

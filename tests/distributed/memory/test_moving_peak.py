@@ -11,7 +11,7 @@ from lightning_osdp.core.axes import NODE_STATIONARY, STATIONARY
 from lightning_osdp.planner.simulation import simulate
 from tests.distributed.support.fits import moving, plan_for, profile_of, stated_cluster, trainer
 from tests.distributed.support.models import build
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

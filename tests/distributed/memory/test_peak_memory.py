@@ -12,7 +12,7 @@ from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.planner.simulation import simulate
 from tests.distributed.support.fits import plan_for, profile_of, stated_cluster, trainer
 from tests.distributed.support.models import WideMLP, build
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -15,7 +15,7 @@ from lightning_osdp.errors import OSDPError
 from lightning_osdp.operations.splitting import splittable
 from tests.distributed.support.fits import largest_difference, trainer
 from tests.distributed.support.split_models import KINDS, AtStart, SplitNet, differing, in_nodes, split_plan, unequal
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

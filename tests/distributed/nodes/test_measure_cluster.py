@@ -11,7 +11,7 @@ from lightning_osdp.profiler import measure_cluster
 from lightning_osdp.profiler.machine import cluster
 from lightning_osdp.profiler.machine.links import measure_agreement
 from tests.distributed.support.fits import measuring_briefly
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

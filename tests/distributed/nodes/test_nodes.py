@@ -32,7 +32,7 @@ from tests.distributed.support.fits import (
     trainer,
 )
 from tests.distributed.support.models import GPT, MODELS, build
-from tests.tiers import but_slow, slow
+from tests.support.tiers import but_slow, slow
 
 pytestmark = pytest.mark.distributed
 

@@ -13,7 +13,7 @@ from lightning_osdp import OSDPPrecision, OSDPStrategy
 from tests.distributed.support.fits import largest_difference, plan_for, shared_folder, trainer, without_measuring
 from tests.distributed.support.models import Base, OddMLP
 from tests.distributed.support.user_runs import TOLERANCE, WIDTH, Chain, ddp, planned
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

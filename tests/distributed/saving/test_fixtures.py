@@ -6,7 +6,7 @@ from lightning_osdp.core.plans.plan import SCHEMA_VERSION
 from lightning_osdp.errors import PlanFormatError
 from lightning_osdp.strategy.checkpointing.entries import read_plan
 from tests.distributed.support import checkpoint_fixtures
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -13,7 +13,7 @@ from lightning_osdp import OSDPStrategy
 from lightning_osdp.strategy.checkpointing.load import why_incomplete
 from tests.distributed.support.fits import shared_folder, trainer
 from tests.distributed.support.models import OddMLP
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

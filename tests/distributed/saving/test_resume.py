@@ -16,7 +16,7 @@ from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy
 from tests.distributed.support.fits import shared_folder, trainer
 from tests.distributed.support.models import BATCH_SIZE, Base
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

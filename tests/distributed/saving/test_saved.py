@@ -14,7 +14,7 @@ from lightning_osdp.strategy.checkpointing.saving import CompleteFiles
 from tests.distributed.support.fits import failure, plan_for, shared_folder, trainer
 from tests.distributed.support.models import OddMLP
 from tests.distributed.support.split_models import AtStart, SplitNet, consolidate, differing, split_plan, unequal
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -25,9 +25,9 @@ from lightning_osdp.profiler import LiveBytes
 from tests.distributed.support import checkpoint_fixtures
 from tests.distributed.support.checkpoint_fixtures import Varied
 from tests.distributed.support.split_models import consolidate, unequal
-from tests.tiers import slow
-from tests.transposed import Conv1D
-from tests.wrapped_units import mesh_of_nodes
+from tests.support.tiers import slow
+from tests.support.transposed import Conv1D
+from tests.support.wrapped_units import mesh_of_nodes
 
 pytestmark = pytest.mark.distributed
 

@@ -15,7 +15,7 @@ from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.operations.stationary import is_stationary
 from tests.distributed.stationary.test_training import EXCHANGES, refused, stationary_plan
 from tests.distributed.support.user_runs import WIDTH, Chain, ddp, difference, fitted, moved
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,7 @@ from lightning_osdp.core.cluster import Link
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.fits import largest_difference, trainer
 from tests.distributed.support.user_runs import ddp
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

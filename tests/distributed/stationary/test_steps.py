@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_osdp.operations.stationary import Ranks, is_stationary, make_stationary
 from lightning_osdp.operations.stationary.exchanges import Call, gather, sum_up, to_features, to_samples
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

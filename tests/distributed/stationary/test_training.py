@@ -27,7 +27,7 @@ from tests.distributed.support.fits import largest_difference, moving, shared_fo
 from tests.distributed.support.models import GPT, WideGated, WideMLP
 from tests.distributed.support.user_runs import Chain, ddp, difference, fitted, moved, plan_with, refusal
 from tests.distributed.users.test_user_models import Adversarial, Curvature, Penalty
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

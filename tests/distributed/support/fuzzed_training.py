@@ -18,7 +18,7 @@ from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.plans.parts import Block, Unit
 from lightning_osdp.profiler import fingerprint
 from tests.distributed.support.fits import trainer
-from tests.plans import bare_plan
+from tests.support.plans import bare_plan
 
 CPU = torch.device("cpu")
 OUTPUTS = 3

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.testbed.plans import plan_of
 from tests.distributed.support.models import NUM_SAMPLES, Base
-from tests.transposed import Conv1D
+from tests.support.transposed import Conv1D
 
 VOCABULARY, WIDTH, INNER = 19, 14, 23
 

@@ -16,7 +16,7 @@ from benchmarks.testbed.step import Step
 from lightning_osdp.apply import local
 from lightning_osdp.apply.internals import in_flight
 from lightning_osdp.operations.reduce_scatter import reduce_scatter
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_osdp import OSDPStrategy
 from tests.distributed.support.fits import EVERYTHING, largest_difference, plan_for, reference, trained
 from tests.distributed.support.models import build
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

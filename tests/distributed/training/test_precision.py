@@ -14,7 +14,7 @@ from lightning_osdp.apply import local
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from tests.distributed.support.fits import plan_for, trainer, without_measuring
 from tests.distributed.support.models import WideMLP, build
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

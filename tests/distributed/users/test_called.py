@@ -20,7 +20,7 @@ from lightning_osdp.strategy.runtime import failure, ranks
 from tests.distributed.support.fits import without_measuring
 from tests.distributed.support.ranks import RankPool
 from tests.distributed.support.user_runs import Chain, check, differences, fitted, plan_with, refusal
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lightning_osdp import OSDPStrategy
 from tests.distributed.support.fits import EVERYTHING
 from tests.distributed.support.user_runs import WIDTH, Chain, check, compared, plan_with
-from tests.tiers import but_slow, slow
+from tests.support.tiers import but_slow, slow
 
 pytestmark = pytest.mark.distributed
 

@@ -22,7 +22,7 @@ from tests.distributed.support.user_runs import (
     plan_with,
     refusal,
 )
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

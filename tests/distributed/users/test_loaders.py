@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 from lightning_osdp import OSDPStrategy, SearchSpace
 from tests.distributed.support.fits import largest_difference, trainer, without_measuring
 from tests.distributed.support.models import OddMLP
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ from lightning_osdp import OSDPStrategy
 from tests.distributed.support.fits import EVERYTHING
 from tests.distributed.support.models import BATCH_SIZE
 from tests.distributed.support.user_runs import WIDTH, Chain, check, compared, fitted, plan_with, refusal
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -29,7 +29,7 @@ from tests.distributed.support.user_runs import (
     planned,
     refusal,
 )
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

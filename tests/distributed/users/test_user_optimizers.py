@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import grad_norm
 
 from lightning_osdp import OSDPStrategy
 from tests.distributed.support.user_runs import Chain, check, ddp, differences, fitted, plan_with, refusal
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -15,8 +15,8 @@ from lightning_osdp.profiler import LiveBytes
 from tests.distributed.support.fits import trainer
 from tests.distributed.support.models import Base, build
 from tests.profiler.wrapped import whole
-from tests.tiers import in_turn, slow
-from tests.wrapped_units import plan, units_of
+from tests.support.tiers import in_turn, slow
+from tests.support.wrapped_units import plan, units_of
 
 pytestmark = pytest.mark.distributed
 

@@ -16,8 +16,8 @@ from tests.distributed.support.fits import plan_for, trainer
 from tests.distributed.support.models import NUM_SAMPLES, Base
 from tests.profiler.entangled_models import MODELS
 from tests.profiler.wrapped import compare, plan_of
-from tests.tiers import slow
-from tests.wrapped_units import NESTED, NESTED_IN_NODES, NESTED_PARAMETERS, Nested, plan, units_of
+from tests.support.tiers import slow
+from tests.support.wrapped_units import NESTED, NESTED_IN_NODES, NESTED_PARAMETERS, Nested, plan, units_of
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ from benchmarks.testbed.groups import fake_group
 from lightning_osdp.errors import ConfigurationError, ShardedParameterError
 from lightning_osdp.operations.splitting import cut_dims, split, splittable
 from lightning_osdp.operations.splitting.sharded import ShardedParameter
-from tests.transposed import Conv1D
+from tests.support.transposed import Conv1D
 
 MAKERS = {
     "linear": lambda: nn.Linear(7, 5),

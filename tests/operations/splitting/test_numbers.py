@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.operations.splitting import split
 from lightning_osdp.profiler import LiveBytes
-from tests.tiers import examples
-from tests.transposed import Conv1D
+from tests.support.tiers import examples
+from tests.support.transposed import Conv1D
 
 
 def linear(inputs, outputs, has_bias):

@@ -14,8 +14,8 @@ from lightning_osdp.planner.assign.nested import Price, improve
 from lightning_osdp.planner.assign.solve import fill, repair
 from lightning_osdp.planner.cost import Workload, step_memory
 from lightning_osdp.planner.search import SOLVERS
-from tests.engines import ENGINES
-from tests.tiers import examples
+from tests.support.engines import ENGINES
+from tests.support.tiers import examples
 
 EXACT = [name for name in SOLVERS if name != "greedy"]
 

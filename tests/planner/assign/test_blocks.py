@@ -17,8 +17,8 @@ from lightning_osdp.planner.assign import LeastSeconds, Setting, assign_modes, b
 from lightning_osdp.planner.cost import Workload, step_memory
 from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.simulation import simulate_step
-from tests.engines import ENGINES
-from tests.tiers import examples
+from tests.support.engines import ENGINES
+from tests.support.tiers import examples
 
 CHOICES = ("keep", "recompute", "offload")
 WITH_LEVELS = ("keep", "recompute", LEVELS[0]), ("keep", *LEVELS[:2])

@@ -13,8 +13,8 @@ from lightning_osdp.planner.assign.paths import Paths
 from lightning_osdp.planner.cost import exact_peak, step_memory
 from lightning_osdp.planner.engine import effects_of
 from lightning_osdp.planner.simulation import simulate_step
-from tests import corpus
-from tests.tiers import but_slow
+from tests.support import corpus
+from tests.support.tiers import but_slow
 
 MOST_ASSIGNMENTS = 3000
 

@@ -16,7 +16,7 @@ from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.engine.layout import owned_elements
 from lightning_osdp.planner.scheduler import make_plan
 from lightning_osdp.planner.search import SOLVERS
-from tests.steps import TWO_NODES, filled_beside_all, numbers_of_all, step_of
+from tests.support.steps import TWO_NODES, filled_beside_all, numbers_of_all, step_of
 
 LINK = Link(latency_s=0.0, seconds_per_byte=1e-3)
 OPERATORS = [

@@ -20,8 +20,8 @@ from lightning_osdp.planner.cost import Workload
 from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.scheduler import make_plan
 from lightning_osdp.planner.simulation import simulate
-from tests.overlapped import made, overlapped
-from tests.tiers import examples
+from tests.support.overlapped import made, overlapped
+from tests.support.tiers import examples
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from lightning_osdp.planner.assign.menu import unbeaten
 from lightning_osdp.planner.cost import Workload
 from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.simulation import simulate_step
-from tests import corpus
-from tests.steps import SLOW, filled_beside_all, numbers_of_all
+from tests.support import corpus
+from tests.support.steps import SLOW, filled_beside_all, numbers_of_all
 
 MOST_ASSIGNMENTS = 4000
 

@@ -8,7 +8,7 @@ from lightning_osdp.core.axes import NAMED_MODES, modes_of
 from lightning_osdp.planner.cost import Workload
 from lightning_osdp.planner.engine import FSDP2, effects_of
 from lightning_osdp.planner.search import SOLVERS
-from tests.steps import FAST, SLOW, TWO_NODES, filled_beside_all, numbers_of_all
+from tests.support.steps import FAST, SLOW, TWO_NODES, filled_beside_all, numbers_of_all
 
 OPERATORS = [
     {"name": f"{index}", "parameter_bytes": num_bytes, "activation_bytes_per_sample": 100, "forward_s_per_sample": 0.1}

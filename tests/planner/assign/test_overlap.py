@@ -17,9 +17,9 @@ from lightning_osdp.planner.assign.paths import Paths
 from lightning_osdp.planner.cost import Workload
 from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.scheduler.planned import plan_of
-from tests.overlapped import SHARES, made, overlapped
-from tests.plans import keeping
-from tests.tiers import examples
+from tests.support.overlapped import SHARES, made, overlapped
+from tests.support.plans import keeping
+from tests.support.tiers import examples
 
 LINKS = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), Link(latency_s=0.1, seconds_per_byte=0.01))
 NODES = {"world_size": 8, "node_size": 2, "within_node": Links(**LINKS), "between_nodes": Links(**LINKS)}

@@ -14,8 +14,8 @@ from lightning_osdp.planner.assign import Setting, as_far_as_fits, assign_ahead
 from lightning_osdp.planner.cost import Workload
 from lightning_osdp.planner.engine import AUTO, FSDP2
 from lightning_osdp.planner.scheduler import make_plan
-from tests.overlapped import SHARES, made, overlapped
-from tests.tiers import examples
+from tests.support.overlapped import SHARES, made, overlapped
+from tests.support.tiers import examples
 
 ANY = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
 

@@ -11,7 +11,7 @@ import pytest
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, RESIDENT, ZDP
 from lightning_osdp.planner.cost import evaluation_peak, saving_peak
-from tests.steps import step_of
+from tests.support.steps import step_of
 
 
 @pytest.fixture

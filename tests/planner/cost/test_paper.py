@@ -11,8 +11,8 @@ from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import partition
 from lightning_osdp.planner.cost import PAPER_TERMS, TERMS, paper_memory
 from lightning_osdp.planner.cost.paper import model_states_bytes
-from tests.steps import step_of
-from tests.tiers import examples
+from tests.support.steps import step_of
+from tests.support.tiers import examples
 
 # ---- model states: m_ZDP and m_DP by hand
 

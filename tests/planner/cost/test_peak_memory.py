@@ -20,7 +20,7 @@ from lightning_osdp.core.profile import OptimizerProfile, ParameterProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.planner.cost import exact_peak, step_memory
 from lightning_osdp.planner.engine import FSDP2, leaving_order
-from tests.steps import step_of
+from tests.support.steps import step_of
 
 FROZEN = {"frozen": True, "num_trainable": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
 QUIET = {**FROZEN, "activation_bytes_per_sample": 0}

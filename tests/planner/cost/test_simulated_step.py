@@ -11,9 +11,9 @@ from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.planner.cost import Workload, exact_peak, step_memory
 from lightning_osdp.planner.engine import effects_of, leaving_order
-from tests.engines import ENGINES
-from tests.steps import step_of
-from tests.tiers import examples
+from tests.support.engines import ENGINES
+from tests.support.steps import step_of
+from tests.support.tiers import examples
 
 
 @st.composite

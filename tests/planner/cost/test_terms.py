@@ -26,7 +26,7 @@ from lightning_osdp.planner.cost import (
 from lightning_osdp.planner.cost.terms import activations_s, communication_s, compute_s, exchange_s
 from lightning_osdp.planner.engine import EXCHANGES
 from lightning_osdp.planner.simulation import simulate_step
-from tests.tiers import examples
+from tests.support.tiers import examples
 
 # ---- every term
 

@@ -8,7 +8,7 @@ from lightning_osdp.core.axes import STATIONARY, Treatment, named
 from lightning_osdp.core.plans.parts import Block, Unit
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.planner.engine import FLIPS, check_change
-from tests.plans import bare_plan, menu
+from tests.support.plans import bare_plan, menu
 
 
 def unit(name, modes=("ZDP",), **fields):

@@ -16,7 +16,7 @@ from lightning_osdp.planner.assign import Setting
 from lightning_osdp.planner.engine import AUTO, DEFAULT, FSDP2, effects_of, engine_of, num_all_gathers
 from lightning_osdp.planner.scheduler import make_plan
 from lightning_osdp.planner.simulation import simulate
-from tests.steps import step_of
+from tests.support.steps import step_of
 
 
 def called(model, operator, num_calls):

@@ -13,7 +13,7 @@ from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Parameter
 from lightning_osdp.planner.cost import evaluation_peak, step_memory
 from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.simulation import simulate_step
-from tests.steps import step_of
+from tests.support.steps import step_of
 
 ROWS, COLUMNS, NUM_UNITS = 24, 10, 6
 PRECISIONS = {"fp32": (4, 4), "bf16-mixed": (4, 2), "bf16": (2, 2)}

@@ -21,8 +21,8 @@ from lightning_osdp.core.axes import ALL_MODES, DP, HDP, HPZ, HSDP, RESIDENT, SY
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
 from lightning_osdp.core.units import joined, merged, partition
 from lightning_osdp.planner.engine import FSDP2, effects_of, leaving_order
-from tests.steps import step_of
-from tests.tiers import but_slow, slow
+from tests.support.steps import step_of
+from tests.support.tiers import but_slow, slow
 
 WIDTH = 8
 WORLD_SIZE, NODE_SIZE = 4, 2

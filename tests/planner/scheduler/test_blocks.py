@@ -25,7 +25,7 @@ from lightning_osdp.planner.scheduler.structures import Attempt
 from lightning_osdp.planner.scheduler.sweep import TOLERANCE
 from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.sentences import tell_blocks
-from tests.tiers import examples, slow
+from tests.support.tiers import examples, slow
 
 KEEP = SearchSpace(activations=("keep",))
 RECOMPUTE = SearchSpace(activations=("keep", "recompute"))

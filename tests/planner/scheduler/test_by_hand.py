@@ -13,7 +13,7 @@ from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planner.scheduler import made_by_hand, make_plan
 from lightning_osdp.planner.simulation import simulate
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 MIB = 2**20
 

@@ -15,8 +15,8 @@ from lightning_osdp.core.step import Workload
 from lightning_osdp.planner.scheduler import freeable_bytes, in_micro_batches, make_plan, with_less_memory
 from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.sentences import summarise
-from tests.plans import menu, priced
-from tests.tiers import examples
+from tests.support.plans import menu, priced
+from tests.support.tiers import examples
 
 
 def unit(name, *modes, sync="every", **costs):

@@ -13,8 +13,8 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, PlanMismatchError
 from lightning_osdp.planner.scheduler import PlanMethod, in_micro_batches, judge_plan, make_plan
 from lightning_osdp.planner.simulation import simulate
-from tests import corpus
-from tests.tiers import slow
+from tests.support import corpus
+from tests.support.tiers import slow
 
 
 def planned(seed):

@@ -6,8 +6,8 @@ import pytest
 
 from lightning_osdp import FSDP2, Plan, SearchSpace, make_plan, simulate
 from lightning_osdp.core.batch_policy import BatchPolicy
-from tests.plans import waiting
-from tests.steps import TWO_NODES
+from tests.support.plans import waiting
+from tests.support.steps import TWO_NODES
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from lightning_osdp.planner.engine import FSDP2, engine_of
 from lightning_osdp.planner.scheduler import PlanMethod, make_plan
 from lightning_osdp.planner.search import SOLVERS
 from lightning_osdp.planner.simulation import simulate
-from tests.plans import keeping, waiting
+from tests.support.plans import keeping, waiting
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
 ON_HOST = SearchSpace(min_unit_bytes=0, states=("device", "host"))

@@ -12,9 +12,9 @@ from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.scheduler import PlanMethod, competition, make_plan, sweep
 from lightning_osdp.planner.search import SOLVERS
-from tests.plans import keeping
-from tests.steps import TWO_NODES
-from tests.tiers import examples, in_turn
+from tests.support.plans import keeping
+from tests.support.steps import TWO_NODES
+from tests.support.tiers import examples, in_turn
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
 

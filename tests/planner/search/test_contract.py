@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planner.search import SOLVERS, Choice, Group, Problem
 from lightning_osdp.planner.search.bound import relax
-from tests.tiers import examples
+from tests.support.tiers import examples
 
 EXACT = ("depth_first", "exhaustive")
 

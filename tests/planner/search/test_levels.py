@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.planner.search.levels import ENOUGH, Result, find_levels
-from tests.tiers import examples
+from tests.support.tiers import examples
 
 MMS = 7.5e-12  # seconds per byte of a Llama block's products, 13-fold those of what runs between them
 

@@ -15,8 +15,8 @@ from lightning_osdp.planner.assign import Setting
 from lightning_osdp.planner.cost import Workload
 from lightning_osdp.planner.engine import COLLECTIVES, FSDP2, GATHERS, effects_of
 from lightning_osdp.planner.simulation import simulate_step
-from tests.engines import ENGINES
-from tests.tiers import examples
+from tests.support.engines import ENGINES
+from tests.support.tiers import examples
 
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 3.0])
 LINKS = st.builds(Link, latency_s=st.sampled_from([0.0, 0.2]), seconds_per_byte=st.sampled_from([0.0, 0.01]))

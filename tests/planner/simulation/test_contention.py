@@ -13,9 +13,9 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.simulation import StepClock, simulate_step
 from lightning_osdp.planner.simulation.timeline import COMMUNICATION, COMPUTE
-from tests.overlapped import made, overlapped
-from tests.steps import step_of
-from tests.tiers import examples
+from tests.support.overlapped import made, overlapped
+from tests.support.steps import step_of
+from tests.support.tiers import examples
 
 NOTHING = Contention(computing=1 + 1e-12, collectives=1 + 1e-12)
 """Contention so small that the timeline with it must find what the one without does."""

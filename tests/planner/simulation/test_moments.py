@@ -11,7 +11,7 @@ from lightning_osdp.core.profile import ParameterProfile
 from lightning_osdp.planner.cost import exact_peak, step_memory
 from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.simulation import simulate_step
-from tests.steps import step_of
+from tests.support.steps import step_of
 
 
 def over_step(model, cluster, modes, *, world_size=2, **options):

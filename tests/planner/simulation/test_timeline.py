@@ -10,7 +10,7 @@ from lightning_osdp.core.cluster import Contention
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.simulation import StepClock, simulate_step
-from tests.steps import step_of
+from tests.support.steps import step_of
 
 
 @pytest.fixture

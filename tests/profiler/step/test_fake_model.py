@@ -17,7 +17,7 @@ from lightning_osdp.profiler.timing.operation_time import OperationRecorder
 from tests.profiler.entangled_models import MODELS
 from tests.profiler.ordinary_models import Model
 from tests.profiler.traced import CPU, PRECISIONS, module_step, real_and_fake
-from tests.tiers import in_turn
+from tests.support.tiers import in_turn
 
 READS_VALUES = {"SkipsLayers"}
 FIXED_SIZE = {"Recurrent", "OneSample"}  # one reshapes to its batch size, the other has one sample

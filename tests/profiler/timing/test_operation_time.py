@@ -24,8 +24,8 @@ from lightning_osdp.profiler.timing.operation_time import (
 )
 from tests.profiler.entangled_models import MODELS
 from tests.profiler.traced import CPU, PRECISIONS, module_step
-from tests.this_cpu import skip_what_it_lacks
-from tests.tiers import in_turn
+from tests.support.this_cpu import skip_what_it_lacks
+from tests.support.tiers import in_turn
 
 DTYPES = ("float32", "float64", "bfloat16")
 

@@ -17,7 +17,7 @@ from lightning_osdp.profiler.step.run_step import StepRunner
 from lightning_osdp.profiler.timing.rerun_time import block_operations
 from lightning_osdp.profiler.tracing.trace import trace_step
 from tests.profiler.traced import CPU
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 WIDTH, LENGTH, HEADS = 16, 8, 2
 RATES = DeviceRates(flops_per_s={"float32": 1e9}, bytes_per_s=1e30)

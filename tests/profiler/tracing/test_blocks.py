@@ -21,8 +21,8 @@ from lightning_osdp.planner.search.levels import ENOUGH
 from lightning_osdp.profiler import profile_model
 from lightning_osdp.profiler.tracing.calls import recorded_calls
 from lightning_osdp.profiler.tracing.trace import find_blocks
-from tests.steps import step_of
-from tests.tiers import slow
+from tests.support.steps import step_of
+from tests.support.tiers import slow
 
 EVERYTHING = ("keep", "recompute", "offload", "recompute_offload")
 WIDTH, LENGTH = 16, 8

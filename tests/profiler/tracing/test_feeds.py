@@ -13,7 +13,7 @@ from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.operations.stationary import refusal
 from lightning_osdp.profiler import profile_model
 from tests.profiler.traced import Net
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 WIDTH, HIDDEN, OUTPUTS = 8, 32, 4
 

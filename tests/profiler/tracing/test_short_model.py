@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.profiler import ComputePrecision
 from tests.profiler.traced import both, is_shortened
-from tests.tiers import but_slow
+from tests.support.tiers import but_slow
 
 WIDTH, SAMPLES, DEPTH = 8, 4, 10
 

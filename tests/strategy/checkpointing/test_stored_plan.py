@@ -11,7 +11,7 @@ from lightning_osdp import PlanFormatError
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.strategy.checkpointing import entries
-from tests.plans import bare_plan
+from tests.support.plans import bare_plan
 
 PLAN = bare_plan(
     [Unit(name="", operators=("",), kind="Linear", treatments=named("DP"))],

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
-from tests.tiers import in_turn, slow
+from tests.support.tiers import in_turn, slow
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -14,7 +14,7 @@ from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.strategy.checkpointing.entries import Resumed
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.plan_fit import _host_limit_bytes, _learned, _search_space
-from tests.plans import bare_plan
+from tests.support.plans import bare_plan
 
 
 @pytest.mark.parametrize(

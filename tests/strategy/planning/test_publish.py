@@ -12,7 +12,7 @@ from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.profile import Segment
 from lightning_osdp.strategy.planning import publish
-from tests.plans import bare_plan
+from tests.support.plans import bare_plan
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_osdp import ConfigurationError, OSDPStrategy, Plan
 from lightning_osdp.strategy.runtime import launcher
 from lightning_osdp.strategy.runtime.launcher import GatheringLauncher
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 SCRIPT = Path(__file__).with_name("script.py")
 STEPS, SEED = 8, 5

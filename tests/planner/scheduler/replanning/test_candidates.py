@@ -28,9 +28,9 @@ from lightning_osdp.planner.scheduler import (
 )
 from lightning_osdp.planner.scheduler.replanning.candidates import MOST_CANDIDATES, MOST_LONGER, MOST_SLOWER, ROOMY
 from lightning_osdp.planner.simulation import planned_step, seconds_by_link, simulate
-from tests import corpus
-from tests.plans import bare_plan
-from tests.tiers import slow
+from tests.support import corpus
+from tests.support.plans import bare_plan
+from tests.support.tiers import slow
 
 SEEDS = (2, 3, 4, 15, 19, 29)
 

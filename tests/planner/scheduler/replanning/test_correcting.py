@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_osdp.core.correction import Correction
 from lightning_osdp.planner.scheduler.replanning.correcting import MOST, MOST_ERROR, TOLD_APART, nearest
-from tests.tiers import examples
+from tests.support.tiers import examples
 
 
 def summed(computing, **links):

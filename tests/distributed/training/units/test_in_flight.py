@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_osdp.apply.internals import dtensors, in_flight
 from tests.distributed.support import parts
 from tests.distributed.support.parts import Run, apart, base_plan, batches_by_step, ddp
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

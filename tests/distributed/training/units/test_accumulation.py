@@ -18,7 +18,7 @@ from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply.internals import access
 from tests.distributed.support.fits import shared_folder, trainer
 from tests.distributed.support.knotted import UNITS, Knotted, SaveAt, difference, equals_ddp, fitted, plan_with
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.apply import local
 from lightning_osdp.apply.updates import stepping_on_rows
-from tests.tiers import slow
-from tests.wrapped_units import mesh_of_nodes
+from tests.support.tiers import slow
+from tests.support.wrapped_units import mesh_of_nodes
 
 pytestmark = pytest.mark.distributed
 

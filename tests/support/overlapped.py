@@ -7,7 +7,7 @@ from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Contention, Link, U
 from lightning_osdp.core.units import partition
 from lightning_osdp.planner.assign import Setting
 from lightning_osdp.planner.cost import Workload
-from tests.engines import ENGINES
+from tests.support.engines import ENGINES
 
 
 @st.composite

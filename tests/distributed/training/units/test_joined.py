@@ -19,7 +19,7 @@ from lightning_osdp.planner.engine import FSDP2, engine_of
 from lightning_osdp.planner.simulation import planned_step
 from tests.distributed.support.fits import largest_difference, profile_of, stated_cluster, trained
 from tests.distributed.support.models import BATCH_SIZE, GPT, MODELS, OddMLP, build
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

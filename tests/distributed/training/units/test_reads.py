@@ -14,8 +14,8 @@ from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.parts import Block
 from tests.distributed.support.fits import plan_for
 from tests.distributed.support.models import Base
-from tests.distributed.training.test_resident import STEPS, Gathers, differs, ran
-from tests.tiers import slow
+from tests.distributed.training.units.test_resident import STEPS, Gathers, differs, ran
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -43,8 +43,8 @@ from tests.distributed.support.parts import (
     trained,
     with_sync,
 )
-from tests.tiers import slow
-from tests.wrapped_units import block_forwards
+from tests.support.tiers import slow
+from tests.support.wrapped_units import block_forwards
 
 pytestmark = pytest.mark.distributed
 

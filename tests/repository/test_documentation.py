@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lightning_osdp
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAPER_MAP = (ROOT / "docs/research/paper_map.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 OPTIONS = (ROOT / "docs/reference/options.md").read_text(encoding="utf-8")

@@ -27,7 +27,7 @@ from lightning_osdp.report.tables import render
 from lightning_osdp.strategy import racing
 from tests.distributed.support.fits import shared_folder, stated_cluster, trainer, without_measuring
 from tests.distributed.support.parts import BLOCKS, MICRO_BATCHES, Net, apart
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

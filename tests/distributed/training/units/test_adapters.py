@@ -22,8 +22,8 @@ from lightning_osdp.planner.simulation import planned_step
 from lightning_osdp.report.sentences import wire_bytes
 from tests.distributed.support.fits import fitted, profile_of, stated_cluster
 from tests.distributed.support.models import BATCH_SIZE, Base, Block
-from tests.distributed.training.test_resident import Adapted, differs, whole
-from tests.tiers import slow
+from tests.distributed.training.units.test_resident import Adapted, differs, whole
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -24,8 +24,8 @@ from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.parts import Block
 from tests.distributed.support.fits import fitted, largest_difference, plan_for, shared_folder, trainer
 from tests.distributed.support.models import Base
-from tests.distributed.training.test_joined import entries, with_unit
-from tests.tiers import slow
+from tests.distributed.training.units.test_joined import entries, with_unit
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_osdp import OSDPPrecision, OSDPStrategy, SearchSpace
 from tests.distributed.support.fits import failure, shared_folder, trainer, without_measuring
 from tests.distributed.support.knotted import Knotted, SaveAt, difference, plan_with
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

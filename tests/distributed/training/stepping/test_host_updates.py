@@ -39,7 +39,7 @@ from tests.distributed.support.fits import (
     trainer,
 )
 from tests.distributed.support.models import WideMLP, build
-from tests.distributed.training.test_local_step import (
+from tests.distributed.training.stepping.test_local_step import (
     CLASSES,
     cases_of,
     cut,
@@ -47,7 +47,7 @@ from tests.distributed.training.test_local_step import (
     differences,
     stepped,
 )
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -292,7 +292,7 @@ trainer.fit(module, module.loader(rank, 2))
 
 @pytest.mark.slow
 def test_an_error_in_the_thread_ends_all_ranks_with_its_text(tmp_path):
-    script, root = tmp_path / "failing.py", Path(__file__).parents[3]
+    script, root = tmp_path / "failing.py", Path(__file__).parents[4]
     script.write_text(FAILING)
     environment = {**os.environ, "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
     command, options = [sys.executable, script], {"text": True, "capture_output": True, "timeout": 120}

@@ -12,7 +12,7 @@ from lightning_osdp.apply.activations.blocks import BlockForward
 from lightning_osdp.apply.internals import access
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.parts import Unit
-from tests.plans import bare_plan
+from tests.support.plans import bare_plan
 
 
 class Nested(nn.Module):

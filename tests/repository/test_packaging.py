@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import slow
+from tests.support.tiers import slow
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 PLACE = """
 import lightning_osdp

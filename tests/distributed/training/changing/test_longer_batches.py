@@ -23,7 +23,7 @@ from lightning_osdp.strategy.sharding.units import reusable_model
 from tests.distributed.support.fits import largest_difference, shared_folder, trainer, without_measuring
 from tests.distributed.support.models import Base
 from tests.distributed.support.user_runs import ddp
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -9,7 +9,7 @@ from lightning_osdp import OSDPPrecision, OSDPStrategy
 from tests.distributed.support.by_hand import One, compared, ddp, ours
 from tests.distributed.support.fits import trainer, without_measuring
 from tests.distributed.support.knotted import UNITS, Knotted, by_ddp, difference, equals_ddp, plan_with
-from tests.tiers import slow
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
