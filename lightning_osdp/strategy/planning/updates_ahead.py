@@ -62,5 +62,6 @@ def _reasons(trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> Iterator[s
         step: Any = vars(optimizer).get("step")
         if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
             yield "the optimizer has a step of its own"
-        if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
-            yield "there are hooks of optimizer steps"
+        # an optimizer that wraps another one may not have called `__init__`: what it would run is not known
+        if getattr(optimizer, "_optimizer_step_pre_hooks", True) or _global_optimizer_pre_hooks:
+            yield "there may be hooks of optimizer steps"
