@@ -26,7 +26,7 @@ from lightning_osdp.apply.activations.offload import HostMemory
 from lightning_osdp.apply.ranks.buffers import version_of
 from lightning_osdp.core.axes import KEEP
 from lightning_osdp.core.plans.parts import Block
-from lightning_osdp.core.text.names import is_inside
+from lightning_osdp.core.text.names import is_inside, upwards
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.operations.recomputation import KeptResults
 from lightning_osdp.operations.splitting import compiler_of
@@ -80,8 +80,7 @@ class BlockForwards:
 
     def _compiler_around(self, name: str) -> Any:
         """Compiler of the nearest of a block and the modules around it; None where none of them is compiled."""
-        around = (name[:end] for end in range(len(name), 0, -1) if end == len(name) or name[end] == ".")
-        compilers = (compiler_of(self._module.get_submodule(each)) for each in (*around, ""))
+        compilers = (compiler_of(self._module.get_submodule(each)) for each in (*upwards(name), ""))
         return next((each for each in compilers if each is not None), None)
 
     def _refuse(self, kind: type[nn.Module]) -> None:
