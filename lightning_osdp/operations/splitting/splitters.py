@@ -220,7 +220,7 @@ def inside_compiled(module: nn.Module) -> set[nn.Module]:
 
 
 def compiled_whole(module: nn.Module) -> list[str]:
-    """Names of the modules in a model that are compiled with ``fullgraph=True``, wrapped or in place.
+    """Names of the modules in a model that are compiled with ``fullgraph=True``, in any way that `compiler_of` knows.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -238,7 +238,7 @@ def compiler_of(module: nn.Module) -> Any:
     if getattr(module, "_compiler_ctx", None) is not None:
         return module._compiler_ctx["dynamo_ctx"]  # type: ignore[index]
     call = module._compiled_call_impl
-    if call is None or hasattr(call, "compiler"):
+    if call is None or hasattr(call, "compiler"):  # of a block that recomputes, see `apply.activations.blocks`
         return getattr(call, "compiler", None)
     # Only this function knows the compiler, as a variable that it encloses; other versions of torch may differ.
     return getclosurevars(call).nonlocals.get("self")
