@@ -1,7 +1,5 @@
 """Fits in which the host may begin in backward with updates, and the reasons why it may not."""
 
-from functools import partial
-
 import lightning as L
 import pytest
 import torch
@@ -123,7 +121,7 @@ def test_updates_begin_in_backward_where_nothing_unknown_comes_between(module, o
 def test_hooks_of_all_optimizers_have_updates_wait():
     handle = register_optimizer_step_pre_hook(print)
     try:
-        found = partial(test_updates_begin_in_backward_where_nothing_unknown_comes_between, Module, {}, [sgd])
-        found("there may be hooks of optimizer steps")
+        why = "there may be hooks of optimizer steps"
+        test_updates_begin_in_backward_where_nothing_unknown_comes_between(Module, {}, [sgd], why)
     finally:
         handle.remove()
