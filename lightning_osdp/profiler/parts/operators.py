@@ -9,11 +9,7 @@ from torch import Tensor, nn
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.exchange import Exchange
-from lightning_osdp.core.profile import (
-    Cut,
-    OperatorProfile,
-    ParameterProfile,
-)
+from lightning_osdp.core.profile import Cut, OperatorProfile, ParameterProfile
 from lightning_osdp.operations.splitting import cut_dims, inside_compiled, splittable
 from lightning_osdp.operations.stationary import refusal_of_one
 from lightning_osdp.profiler.optimizer import OptimizedParameter

@@ -7,10 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.profile import (
-    ALIVE_BYTES,
-    Segment,
-)
+from lightning_osdp.core.profile import ALIVE_BYTES, Segment
 from lightning_osdp.profiler.timing.step_time import Seconds
 from lightning_osdp.profiler.tracing.operators import Operator
 from lightning_osdp.profiler.tracing.saved_bytes import Activations
