@@ -84,16 +84,14 @@ def _profiled(module):
 
 def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micro_batches=1, space=EVERYTHING):
     """A plan of this module with "zdp", "dp" or "mixed" modes: every other unit DP."""
-    named = dataclasses.replace(space, modes=WEIGHTS) if space.modes == SearchSpace.modes else space
     plan = make_plan(
         profile_of(module),
         stated_cluster(world_size),
         memory_limit_bytes=2**40,
         micro_batch_size=BatchPolicy.fixed(micro_batch_size, num_micro_batches),
         method=PlanMethod(search="greedy"),
-        search_space=named,
+        search_space=space,
     )
-    plan = dataclasses.replace(plan, search_space=space)
     chosen = {"zdp": ["ZDP"], "dp": ["DP"], "mixed": ["DP", "ZDP"]}[modes]
     units = [
         unit if unit.name == "" else unit.in_modes(chosen[index % len(chosen)]) for index, unit in enumerate(plan.units)
