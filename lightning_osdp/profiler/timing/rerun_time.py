@@ -63,7 +63,7 @@ class LevelOverhead(NamedTuple):
     """Seconds of the host for each operation of a block's forward, with its second run and its backward."""
 
     plain_s: float
-    """Where the block recomputes everything."""
+    """Seconds where the block recomputes everything."""
     more_s: float
     """Seconds beyond those for finding kept results and handing them back."""
 
