@@ -1,7 +1,8 @@
 """A predicted step and real ones, read from their traces in the same words.
 
 In a real trace Lightning names forward, backward and the optimizer's step, ``fully_shard`` names what it does for which
-unit, and gloo its collectives, which run in threads of their own: it reduces and scatters by an all-reduce.
+unit, and gloo its collectives, which run in threads of their own. A unit's reduce-scatter is an all-to-all there, which
+begins in ``post_backward_reduce`` and may go on while backward computes.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ class TracedStep:
     total_s: float
 
     def seconds(self, part: str) -> float:
-        """Seconds of one of `PARTS`; those of the runtime are less the collectives that it waits for."""
+        """Seconds of one of `PARTS`; those of the runtime are less the collectives that it waits for.
+
+        All parts add up to more than the step where collectives go on beside computing.
+        """
         if part == "other":
-            return self.total_s - sum(map(self.seconds, PARTS[:-1]))
+            return self.total_s - _covered_s(self.spans)
         found = sum(span.length_s for span in self.spans if span.part == part)
         if part != "runtime of units":
             return found
@@ -100,12 +104,12 @@ def _real_step(batch: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
         found.append(Span("optimizer step", last_s, step.end_s))
     for part, caller, name in (
         ("all-gather", _GATHERS, "gloo:all_gather"),
-        ("reduce-scatter", _REDUCES, "gloo:all_reduce"),
+        ("reduce-scatter", _REDUCES, "gloo:all_to_all"),
     ):
         calls = [each for each in inside if each["name"].startswith(caller)]
         for each in (each for each in inside if each["name"] == name):
             before = [call for call in calls if call["ts"] <= each["ts"]]
-            if before and (part == "all-gather" or each["ts"] <= before[-1]["ts"] + before[-1]["dur"]):
+            if before:
                 unit = before[-1]["name"][len(caller) :].rstrip(")").partition(",")[0]
                 (span,) = spans(part, [each])
                 found.append(Span(part, span.start_s, span.end_s, unit))
@@ -133,6 +137,15 @@ def _without(span: Span, others: Sequence[Span]) -> list[Span]:
             found.append(Span(span.part, start_s, other.start_s))
             start_s = other.end_s
     return [*found, Span(span.part, start_s, span.end_s)]
+
+
+def _covered_s(spans: Sequence[Span]) -> float:
+    """Seconds in which any of the spans goes on."""
+    found = end_s = 0.0
+    for span in sorted(spans, key=lambda span: span.start_s):
+        found += max(0.0, span.end_s - max(span.start_s, end_s))
+        end_s = max(end_s, span.end_s)
+    return found
 
 
 def _common_s(one: Span, other: Span) -> float:

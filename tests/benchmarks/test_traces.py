@@ -13,7 +13,7 @@ def event(name, start_ms, length_ms):
     return {"ph": "X", "name": name, "ts": 1e3 * start_ms, "dur": 1e3 * length_ms}
 
 
-def real(begin_ms):
+def real(begin_ms, reduced_ms=5):
     """A step of 100 ms: 30 of forward and 40 of backward, in each of which a unit is gathered for 6 ms and more."""
     unit = "(model.h.0, model.h.1)"
     found = [
@@ -29,7 +29,7 @@ def real(begin_ms):
         event(f"FSDP::pre_backward {unit}", 42, 8),
         event("gloo:all_gather", 43, 6),
         event(f"FSDP::post_backward_reduce {unit}", 70, 8),
-        event("gloo:all_reduce", 71, 5),
+        event("gloo:all_to_all", 71, reduced_ms),
         event("gloo:all_reduce", 85, 2),  # clipping's
     ]
     moved = [{**each, "ts": each["ts"] + 1e3 * begin_ms} for each in found]
@@ -54,6 +54,16 @@ def test_a_real_step_is_what_its_trace_says():
         assert step.collectives == [
             ("all-gather", "model.h.0"), ("all-gather", "model.h.0"), ("reduce-scatter", "model.h.0")
         ]  # fmt: skip
+
+
+def test_a_reduce_scatter_goes_on_beside_computing():
+    (step,) = real_steps({"traceEvents": real(0, reduced_ms=14)})
+    assert step.collectives[-1] == ("reduce-scatter", "model.h.0")
+    assert step.seconds("reduce-scatter") == pytest.approx(14 * MS)
+    assert step.seconds("runtime of units") == pytest.approx((10 + 8 + 8 - 12 - 7) * MS)
+    assert step.seconds("other") == pytest.approx((5 + 5 + 2) * MS)
+    beside_ms = 85 - 78  # backward until 80, and the optimizer's step from there
+    assert sum(map(step.seconds, PARTS)) == pytest.approx((100 + beside_ms) * MS)
 
 
 def test_a_predicted_step_is_what_was_simulated(model, operator, cluster):
