@@ -20,7 +20,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.errors import ConfigurationError
 
 _TRIED = "2.13 to 2.15"
@@ -285,6 +284,7 @@ def name_of(parameter: Any) -> str:
     return name
 
 
-def hash_of_rows(parameter: Any) -> int:
-    """Hash, below 2^31 - 1, of the rows that this rank has of an ``FSDPParam``."""
-    return dtensors.hash_of(parameter._sharded_local_tensor) % (2**31 - 1)
+def rows_of(parameter: Any) -> torch.Tensor:
+    """Rows that this rank has of an ``FSDPParam``."""
+    rows: torch.Tensor = parameter._sharded_local_tensor
+    return rows

@@ -116,14 +116,14 @@ class Agreement:
         self._has_gradient = [False] * len(self._places)
         self._has_dropped = False  # since the last backward
         pairs = (pair for group in groups for pair in access.parameters_of(group))
-        # with what gives a hash of this rank's part
-        self._in_nodes: list[tuple[str, Any, Callable[[], int]]] = [
+        # each with a function that gives this rank's part
+        self._in_nodes: list[tuple[str, Any, Callable[[], torch.Tensor]]] = [
             *(
-                (access.name_of(owner), shard.device_mesh, partial(access.hash_of_rows, owner))
+                (access.name_of(owner), shard.device_mesh, partial(access.rows_of, owner))
                 for shard, owner in pairs
                 if shard.device_mesh.ndim > 1
             ),
-            *((name, part.device_mesh, partial(_hash_of_part, part)) for name, part in in_nodes),
+            *((name, part.device_mesh, partial(dtensors.local, part)) for name, part in in_nodes),
         ]
 
     def begin_fit(self) -> None:
@@ -401,7 +401,7 @@ class Agreement:
 
     def _check_nodes(self) -> None:
         """Raises `RanksApartError` unless all nodes have the same values of units that each of them has all of."""
-        hashes = [hash_of_rows() for _, _, hash_of_rows in self._in_nodes]
+        hashes = [dtensors.hash_of(part()) % _PRIME for _, _, part in self._in_nodes]
         if not hashes:
             return
         mesh = self._in_nodes[0][1]
@@ -441,10 +441,6 @@ class Agreement:
 def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Process group for this file alone, which orders its collectives; one for all models, for each has its threads."""
     return new_host_group(world)
-
-
-def _hash_of_part(part: torch.Tensor) -> int:
-    return dtensors.hash_of(dtensors.local(part)) % _PRIME
 
 
 def _is_off(value: bool) -> torch.Tensor:
