@@ -46,10 +46,13 @@ KINDS = {
 """Colour and words of units."""
 HATCHES = {
     "recompute": ("////", "blocks in it recompute"),
-    "selective": ("//..", "blocks in it recompute in part"),
+    "selective": ("//--", "blocks in it recompute in part"),
     "offload": ("\\\\\\\\", "blocks in it offload"),
 }
-"""Lines across units, and words; both lines where blocks recompute and offload their inputs."""
+"""Lines across units, and words; both lines where blocks recompute and offload their inputs.
+
+Matplotlib writes 1,600 lines of SVG for dots, and a few for lines.
+"""
 STATES = ("parameter shards", "optimizer state", "buffers", "workspaces of libraries", "batch")
 GRADIENTS = ("reduced gradients", "accumulated gradients", "unsharded gradients")
 BANDS: dict[str, tuple[str, tuple[str, ...]]] = {
