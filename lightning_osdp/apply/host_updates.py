@@ -45,6 +45,10 @@ class HostRows:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.spare: dict[int, dict[str, Tensor]] = {}
 
+    def __len__(self) -> int:
+        """Number of parameters that the host updates."""
+        return len(self._parameters)
+
     def holds(self, parameter: object) -> bool:
         """True if the host updates a parameter."""
         return id(parameter) in self._parameters

@@ -326,9 +326,10 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        why_wait = why_updates_wait(self._trainer, self.optimizers)
+        host = self._sharded.host
+        why_wait = why_updates_wait(self._trainer, self.optimizers) if len(host) else None
         self._sharded.begin_fit(updates_ahead=why_wait is None)
-        if why_wait is not None and any(map(self._sharded.host.held_in, self.optimizers)):
+        if why_wait is not None and any(map(host.held_in, self.optimizers)):
             rank_zero_info(f"OSDP: the host updates in the optimizer's step alone, not beside backward: {why_wait}.")
         if self._units.model is not None:
             self._units.model.come_back()
