@@ -147,7 +147,9 @@ class ShardedModel:
         self._writes = unsharded.GatheredWrites(self._groups)
         for group in self._groups:
             unsharded.Freezing(group)
-        self._reduce_scatters = in_flight.ReduceScatters(module, self._groups, self._update_ahead)
+        self._reduce_scatters = in_flight.ReduceScatters(
+            module, self._groups, self._update_ahead if len(self.host) else access.do_nothing
+        )
         self._agreement = Agreement(
             module,
             self._groups,
@@ -300,7 +302,7 @@ class ShardedModel:
     def _update_ahead(self, group: Any) -> None:
         """Begins updates on the host of a unit whose gradients are reduced, if an optimizer is stepping."""
         ready = None
-        if group.device.type == "cuda":  # nothing is reduced where another micro-batch has left all that there is
+        if group.device.type == "cuda":  # no event: earlier micro-batches have left all gradients that there are
             ready = group._post_reduce_event or torch.cuda.current_stream(group.device).record_event()
         self._ahead.begin((parameter for parameter, _ in access.parameters_of(group)), ready)
 
@@ -385,9 +387,7 @@ class ShardedModel:
     @property
     def hands_gradients_over(self) -> bool:
         """True if hooks of parameters or the host get gradients within backward, and may step optimizers there."""
-        if any(effects_of(unit.treatment).updates_on_host for unit in self.units):
-            return True
-        return any(getattr(shard, "_post_accumulate_grad_hooks", None) for shard in self.shards)
+        return len(self.host) > 0 or any(getattr(shard, "_post_accumulate_grad_hooks", None) for shard in self.shards)
 
     def copy_gradients(self) -> Callable[[], None]:
         """Copies this rank's gradients to the host; returns a function that puts them back after `forget_step`."""
