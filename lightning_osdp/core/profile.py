@@ -62,7 +62,7 @@ class OptimizerProfile:
     """Seconds per such element where the host updates it, without copies; None: not profiled, or the host cannot."""
     host_is_ahead: bool = False
     """True: the host begins with the update of a unit once its gradients are reduced, on copies of its states, where
-    the device has streams, and computes meanwhile."""
+    the device has streams, and computes meanwhile. `simulate` counts that; `make_plan` plans as if it were False."""
     host_rent_s_per_byte: float = 0.0
     """Seconds that count for each byte of the host's memory, in the search for a bound under a limit of that memory."""
     fixed_s: float = 0.0

@@ -65,7 +65,7 @@ def test_what_is_trained_in_nodes_or_reduces_its_gradients_later_does_not_stay_f
     assert RESIDENT.but(reduce="last").within(frozen) == RESIDENT
 
 
-def test_what_moves_activations_gathers_and_reduces_nothing_and_is_over_all_ranks():
+def test_what_moves_activations_gathers_nothing_and_is_over_all_ranks_or_those_of_a_node():
     assert STATIONARY.within(ANYTHING) == STATIONARY
     assert STATIONARY.within(Subject(may_exchange=False)) == ZDP
     assert NODE_STATIONARY.within(ONE_NODE) == STATIONARY

@@ -19,7 +19,7 @@ def upwards(name: str) -> list[str]:
 
 
 def is_inside(name: str, modules: Iterable[str]) -> bool:
-    """True if what has this name is one of these modules but the root, or inside one."""
+    """True if the module of this name is one of these, or inside one; the root counts as none of them."""
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 

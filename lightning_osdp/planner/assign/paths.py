@@ -345,9 +345,9 @@ class Paths:
         return self._setting.costs.unit_s(self._setting.units[unit], mode, "overhead", "activations")
 
     def _exchanges_s(self, unit: int, mode: Treatment, *, computes: bool = False) -> float:
-        """Seconds of a step that a unit whose activations move takes of the links between all ranks.
+        """Seconds of a step for which moving a unit's activations keeps the links between all ranks busy.
 
-        It takes them of computing, too; of that alone where links inside of nodes are, which ``computes`` adds.
+        With ``computes``: seconds for which it holds up computing, which exchanges inside of nodes do as well.
         """
         if not effects_of(mode).exchanges:
             return 0.0

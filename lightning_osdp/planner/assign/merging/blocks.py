@@ -1,4 +1,4 @@
-"""Blocks that may recompute or offload what they save: units of their own, or with units inside, and least seconds."""
+"""Blocks that may recompute or offload what they save: units of their own, or with units inside."""
 
 from __future__ import annotations
 
