@@ -17,7 +17,7 @@ from lightning_osdp.planner.assign.paths import Paths
 from lightning_osdp.planner.assign.setting import Setting
 from lightning_osdp.planner.assign.solve import solve
 from lightning_osdp.planner.cost import apart_s, block_s
-from lightning_osdp.planner.engine import freed_bytes
+from lightning_osdp.planner.engine import effects_of, freed_bytes
 from lightning_osdp.planner.search import Choice, Group, Problem
 from lightning_osdp.planner.search.bound import relax
 
@@ -84,7 +84,7 @@ class LeastSeconds:
         if setting.host_room_bytes is not None:  # other units than these may have room on the host
             setting = replace(setting, host_room_bytes=None)
         profile, cluster = setting.profile, setting.cluster
-        moves = bool(setting.moving) or any("moves" in mode for mode in setting.modes)
+        moves = bool(setting.moving) or any(effects_of(mode).exchanges for mode in setting.modes)
         self._is_known = not (moves or setting.is_paper)
         blocks = profile.blocks if self._is_known else ()
         self._setting, self._number = setting, setting.workload.num_micro_batches

@@ -90,12 +90,11 @@ def plan_of(
 def may_recompute(setting: Setting, modes: Modes) -> list[BlockProfile]:
     """Blocks that can recompute, whatever they do now: a block runs once where activations move inside."""
     in_modes = zip(setting.units, modes, strict=True)
-    moving = [unit.operators for unit, mode in in_modes if effects_of(mode).exchanges]
+    moving = [each.name for unit, mode in in_modes if effects_of(mode).exchanges for each in unit.operators]
     return [
         block
         for block in setting.unchanged.blocks
-        if "recompute" in block.segments
-        and not any(is_inside(operator.name, [block.name]) for operators in moving for operator in operators)
+        if "recompute" in block.segments and not any(is_inside(name, [block.name]) for name in moving)
     ]
 
 
@@ -112,7 +111,8 @@ def _exchanged_bytes(setting: Setting, unit: UnitProfile, mode: Treatment) -> in
     """Bytes that a rank sends of a unit's activations in a step; over all ranks if its weights move."""
     if unit.exchange is None:
         return 0
-    over = effects_of(mode).sharded_over if "moves" in mode else "all"
+    effects = effects_of(mode)
+    over = effects.sharded_over if effects.exchanges else "all"
     return round(exchanged_bytes(unit.exchange, setting.cluster, setting.workload, over=over))
 
 

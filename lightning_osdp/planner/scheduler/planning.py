@@ -21,7 +21,7 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planner.assign import Decided, Modes, Setting, Variants, assignment_of
 from lightning_osdp.planner.cost import unit_s
-from lightning_osdp.planner.engine import AUTO, FSDP2, engine_of
+from lightning_osdp.planner.engine import AUTO, FSDP2, effects_of, engine_of
 from lightning_osdp.planner.scheduler.competition import Competition
 from lightning_osdp.planner.scheduler.infeasible import why_host_lacks, why_infeasible
 from lightning_osdp.planner.scheduler.planned import plan_of
@@ -367,6 +367,6 @@ def _how(plain: Setting, modes: Modes, setting: Setting) -> str:
     if plain.decided.blocks:
         told.append("all blocks recomputing")
     if num_micro_batches > 1:
-        last = any("reduce" in mode for mode in modes)
+        last = any(effects_of(mode).waits for mode in modes)
         told.append(f"gradients reduced in {'the last' if last else 'every'} micro-batch")
     return ", ".join(told)
