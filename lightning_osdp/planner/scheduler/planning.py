@@ -250,14 +250,13 @@ def _searched(
     found = within.best() if "device" in space.states else None
     if found is None or found.host_bytes > host_limit_bytes:
         raise InfeasibleError(why_host_lacks(sweep, smallest, host_limit_bytes, needed_bytes))
-    plan = _plan(found, within, most_samples_per_s, host_limit_bytes)
-    lost_s = plan.step_time_s * (1 - plan.samples_per_s / best.samples_per_s)
-    if lost_s > 0 and needed_bytes > plan.host_bytes:
-        rent_s = lost_s / (needed_bytes - plan.host_bytes)
+    lost_s = found.assignment.step_time_s * (1 - found.samples_per_s / best.samples_per_s)
+    if lost_s > 0 and needed_bytes > found.host_bytes:
+        rent_s = lost_s / (needed_bytes - found.host_bytes)
         renting = sweep_in(None, given=_renting(first, rent_s))
         renting.best()
         most_samples_per_s = min(most_samples_per_s, renting.most_samples_per_s(rent_s * host_limit_bytes))
-    return dataclasses.replace(plan, gap=max(0.0, most_samples_per_s / plan.samples_per_s - 1))
+    return _plan(found, within, most_samples_per_s, host_limit_bytes)
 
 
 def judge_plan(
