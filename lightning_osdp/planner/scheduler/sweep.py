@@ -282,8 +282,7 @@ class Sweep:
 
     def _without(self, paid_s: float, micro_batch_size: int, samples_per_s: float) -> float:
         """Samples/s of a step with micro-batches of at least this size, without some of its seconds."""
-        (setting, *_) = self._of_size(micro_batch_size)
-        num_samples = setting.workload.num_samples * setting.cluster.world_size
+        num_samples = self._policy.workload(micro_batch_size).num_samples * self._settings[0].cluster.world_size
         step_s = num_samples / samples_per_s - paid_s if samples_per_s else math.inf
         return num_samples / step_s if step_s > 0 else math.inf
 
