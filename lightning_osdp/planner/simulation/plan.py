@@ -54,8 +54,8 @@ def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[S
             operators[name] = unit.operators if unit.num_slices == 1 else (name,)
             modes[name] = mode
     units = grouped(profile, operators, {unit.name: unit.modules for unit in plan.units if unit.modules})
-    gathered_again = {unit.name for unit in plan.units if unit.is_read}  # a plan by hand has backward gather all
-    units = tuple(dataclasses.replace(unit, is_read=unit.is_read or unit.name in gathered_again) for unit in units)
+    read = {unit.name for unit in plan.units if unit.is_read}  # a plan by hand has backward gather all
+    units = tuple(dataclasses.replace(unit, is_read=True) if unit.name in read else unit for unit in units)
     workload = Workload(micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
     step = Step(profile=profile, units=units, cluster=cluster, workload=workload)
     chosen = tuple(modes[unit.name] for unit in units)
