@@ -8,7 +8,7 @@ from lightning_osdp.core.axes import ANYTHING, AXES, LEVELS, NAMED_MODES, Treatm
 from lightning_osdp.core.exchange import KINDS, numbers_of_operators
 from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.parts import Block, Unit
-from lightning_osdp.core.text.names import upwards
+from lightning_osdp.core.text.names import is_inside, upwards
 from lightning_osdp.errors import PlanFormatError
 
 
@@ -126,7 +126,7 @@ def check_levels(units: tuple[Unit, ...], blocks: tuple[Block, ...], source: str
     """Refuses levels of blocks with slices inside: slices are heavy operations of their own, and shift the others."""
     split = [unit.name for unit in units if unit.num_slices > 1]
     for block in blocks:
-        inside = [name for name in split if block.kept and name.startswith(f"{block.name}.")]
+        inside = [name for name in split if block.kept and is_inside(name, [block.name])]
         if inside:
             raise PlanFormatError(
                 f"Expected block {block.name!r} of {source} to recompute everything, or no operator inside to be in"
