@@ -205,11 +205,16 @@ class Paths:
         return max([direct_s, *(each.fastest_s for each in self.means)])
 
     @cached_property
+    def _outermost(self) -> tuple[Additive, Additive]:
+        """Seconds of the path of all collectives, and of that of all computing."""
+        return self.at(Path(0, ())), self.at(Path(len(self._constants_s) - 1, ()))
+
+    @cached_property
     def _mean(self) -> Additive | None:
         """Weighted seconds of two paths, with the weights of the largest bound; None where nothing is exchanged."""
         if not any(each.exchanges for each in self._offered):
             return None
-        collectives, computing = self.at(Path(0, ())), self.at(Path(len(self._constants_s) - 1, ()))
+        collectives, computing = self._outermost
         computing_s = [
             {mode: seconds + self._exposed_s(unit, mode) for mode, seconds in of_unit.items()}
             for unit, of_unit in enumerate(computing.times_s)
@@ -286,7 +291,7 @@ class Paths:
         slowed = min(1.0, cluster.contention.collectives * (1 - 1 / cluster.contention.computing))
         if slowed == 0:
             return None
-        collectives, computing = self.at(Path(0, ())), self.at(Path(len(self._constants_s) - 1, ()))
+        collectives, computing = self._outermost
 
         def sent_s(unit: int, mode: Treatment) -> float:
             if cluster.has_nodes:
