@@ -113,14 +113,12 @@ def _calls(unit: UnitProfile | Unit | None) -> tuple[int, int, bool]:
 def _counts(
     effects: Effects, num_calls: int, num_reached: int, has_gradients: bool, num_micro_batches: int
 ) -> Mapping[Kind, int]:
+    counts, first = Counter[Kind](), max(1, num_reached)
     if effects.exchanges:
-        kinds = (*EXCHANGES_OVER[effects.sharded_over], *effects.reductions[1])
-        return Counter(dict.fromkeys(kinds, num_micro_batches))
-    counts = Counter[Kind]()
-    first = max(1, num_reached)
-    if not effects.is_resident:
+        counts.update(dict.fromkeys(EXCHANGES_OVER[effects.sharded_over], num_micro_batches))
+    elif not effects.is_resident:
         counts[GATHER_OVER[effects.sharded_over]] += first * (1 if effects.stays else num_micro_batches)
-    if not effects.is_kept:
+    if not (effects.exchanges or effects.is_kept):
         counts[GATHER_OVER[effects.left_over]] += (num_calls + num_reached - first) * num_micro_batches
     for kinds, number in zip(effects.reductions, (num_micro_batches - 1, 1), strict=True):
         for kind in kinds if has_gradients else ():
