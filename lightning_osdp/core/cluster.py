@@ -233,7 +233,7 @@ class Cluster(Stored):
         """Seconds of one reduce-scatter of so many bytes of the whole tensor, over the ranks of `all_gather_s`."""
         return self._links(over).reduce_scatter.ring_s(num_bytes, self.num_ranks(over))
 
-    def all_to_all_s(self, num_bytes: float, *, over: str = "all") -> float:
+    def all_to_all_s(self, num_bytes: float, *, over: str) -> float:
         """Seconds of one all-to-all of ``num_bytes`` that each rank cuts into parts, over the ranks of `all_gather_s`.
 
         One part is for itself. It is not measured: a rank sends as many bytes as in an all-gather of so many, in as

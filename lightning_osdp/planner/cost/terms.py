@@ -109,7 +109,7 @@ def exchange_s(exchange: Exchange, kind: str, cluster: Cluster, workload: Worklo
     return seconds + cluster.agreement_s(_NUMBER_BYTES * (cluster.world_size + 2)) if agrees else seconds
 
 
-def exchanged_bytes(exchange: Exchange, cluster: Cluster, workload: Workload, *, over: str = "all") -> float:
+def exchanged_bytes(exchange: Exchange, cluster: Cluster, workload: Workload, *, over: str) -> float:
     """Bytes that a rank sends in an optimizer step to move activations over all ranks, or those of a node."""
     num_ranks = cluster.num_ranks(over)
     sent = (each.num_bytes.at(workload.micro_batch_size) for each in messages(exchange, num_ranks).values())
