@@ -75,10 +75,10 @@ def chrome_trace(plan: Plan, profile: ModelProfile, cluster: Cluster) -> dict[st
     again = _again(step, profile, planned_activations(plan, profile))
     events = [*_named_rows(plan), *_slices(drawn, step, again), *_counters(drawn)]
     later_s = drawn.end_s - max((each.end_s for each in estimate.intervals), default=0.0)
-    for _, (_, of), _, start_s, end_s in estimate.updates:
+    for resource, (_, of), _, start_s, end_s in estimate.updates:
         unit = step.units[of].name
         times_s = start_s + later_s, end_s + later_s
-        events.append(_slice(f"update {unit or '(root)'}", "host", *times_s, {"unit": unit}))
+        events.append(_slice(f"update {unit or '(root)'}", resource, *times_s, {"unit": unit}))
     update_s = estimate.time_s - drawn.end_s
     if update_s > 0:
         events.append(_slice("optimizer step", STREAMS[0], drawn.end_s, estimate.time_s, {"phase": "optimizer step"}))
