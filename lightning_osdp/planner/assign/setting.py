@@ -41,8 +41,14 @@ from lightning_osdp.planner.engine import DEFAULT, FSDP2, effects_of, with_activ
 from lightning_osdp.planner.simulation import StepClock
 
 _OF_STEP = (
-    *("workload", "modes", "moving", "moving_mode", "host_room_bytes"),
-    *("engine", "least_ahead", "counts_least_ahead"),
+    "workload",
+    "modes",
+    "moving",
+    "moving_mode",
+    "host_room_bytes",
+    "engine",
+    "least_ahead",
+    "counts_least_ahead",
 )
 """Fields of a setting that other units have no say in."""
 
