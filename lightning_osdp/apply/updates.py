@@ -153,14 +153,14 @@ def _update_on_host(
         begun = {id(each.stepped.parameter) for each in taken}
         num_states = len(optimizer.state)
         stepped = host.take([pair for pair in pairs if id(pair[0]) not in begun])
-        for name in ("grad_scale", "found_inf"):  # of a gradient scaler, which fused optimizers read
-            value = getattr(optimizer, name, None)
-            if isinstance(value, Tensor):
-                setattr(optimizer, name, value.cpu())
-        ours = {id(each.parameter) for each in stepped}
-        others = {id(p) for group in optimizer.param_groups for p in group["params"]} - ours
-        with _computing_with(optimizer, stepped, others) if stepped else nullcontext(), host.fused(optimizer):
-            if stepped:
+        if stepped:
+            for name in ("grad_scale", "found_inf"):  # of a gradient scaler, which fused optimizers read
+                value = getattr(optimizer, name, None)
+                if isinstance(value, Tensor):
+                    setattr(optimizer, name, value.cpu())
+            ours = {id(each.parameter) for each in stepped}
+            others = {id(p) for group in optimizer.param_groups for p in group["params"]} - ours
+            with _computing_with(optimizer, stepped, others), host.fused(optimizer):
                 arithmetic(optimizer)(optimizer)
         for each, fields in taken:
             if fields:
