@@ -261,9 +261,11 @@ class Racing(pl.Callback):
         if plan is not self._watched:  # `change_plan` was called, or there has been no race
             self._pace, self._watched = Pace(), plan
         pace = self._pace = self._pace.after(steps)
+        if not pace.allows_race:
+            return
         is_near = any(each.is_near_limit for each in callbacks_of(trainer, PlanMonitor))
         is_near = any(all_gather_values(is_near)) and plan.peak_bytes != self._near_bytes
-        if not (pace.allows_race and (pace.is_slower or is_near)):
+        if not (pace.is_slower or is_near):
             return
         self._pace = dataclasses.replace(pace, num_steps=0)
         self._near_bytes = plan.peak_bytes if is_near else self._near_bytes
@@ -379,7 +381,7 @@ def race_of(trainer: pl.Trainer, units: Units, *, runs_dry: bool) -> Racing | No
         return None
     plan, model, why_never = units.sharded.plan, units.model, _reason_against(trainer, units)
     assert model is not None
-    left = _steps_left(trainer)
+    left = 0 if why_never else _steps_left(trainer)
     won = "training goes on under the winner of an earlier one" if model.is_raced else ""
     found = why_never or won or _racers(units, left)
     if isinstance(found, str):
