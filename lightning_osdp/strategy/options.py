@@ -128,6 +128,17 @@ class Options:
             return percent / 100
         return _SCALE_SHARE if self.batch_size == "scale" else 1.0
 
+    @property
+    def profiled_choices(self) -> dict[str, Any]:
+        """Arguments of `profile_model` for what a plan may choose."""
+        activations = ("keep", "recompute") if self.recomputed else self.search_space.activations
+        return {
+            "activations": ("keep",) if self.cost_model == "paper" else activations,
+            "blocks": self.recomputed or None,
+            "exchanges": self.search_space.may_move,
+            "on_host": "host" in self.search_space.states,
+        }
+
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,33 +1,21 @@
-"""Profile of a model on a later batch, while training goes on; and how the step and its choices are profiled at all."""
+"""Profile of a model on a later batch, while training goes on."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import FSDPStrategy
-from torch import nn
-from torch.optim import Optimizer
 
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler import (
-    ComputePrecision,
-    TrainingStep,
-    profile_model,
-    replica_of,
-    resized,
-    stand_in,
-    tensors_in,
-)
+from lightning_osdp.profiler import profile_model, replica_of, resized, stand_in, tensors_in
 from lightning_osdp.strategy.batching.first_batch import shapes_of
 from lightning_osdp.strategy.options import Options
-from lightning_osdp.strategy.planning.training_step import mute_logging, summed_step, training_step
+from lightning_osdp.strategy.planning.training_step import as_trained, mute_logging
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _OPERATIONS = 16.0
@@ -126,7 +114,7 @@ class BatchProfiler:
         replica.trainer = trainer
         try:
             with mute_logging(trainer, replica):
-                training, choices = as_trained(trainer, replica, None, num_samples), choices_of(self._options)
+                training, choices = as_trained(trainer, replica, None, num_samples), self._options.profiled_choices
                 return profile_model(replica, batch, training, rates=rates, known=self._known, **choices)
         finally:
             replica.trainer = None
@@ -135,36 +123,3 @@ class BatchProfiler:
 def _parts(profile: ModelProfile) -> tuple[object, ...]:
     """Operators and blocks that plans of a model name, with what the blocks can do."""
     return [each.name for each in profile], {block.name: [*block.segments] for block in profile.blocks}
-
-
-def as_trained(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None,
-    num_samples: int,
-) -> TrainingStep:
-    """The step of a module, as the Trainer's strategy and precision have it, on a batch of so many samples."""
-    strategy = trainer.strategy
-    assert isinstance(strategy, FSDPStrategy)
-    config, precision = strategy.mixed_precision_config, ComputePrecision()
-    if config is not None:
-        left_out = tuple(config._module_classes_to_ignore)
-        precision = ComputePrecision(config.param_dtype, left_out, config.reduce_dtype)
-    step = (training_step if module.automatic_optimization else summed_step)(module)
-
-    def run(batch: Any) -> Any:
-        with trainer.precision_plugin.train_step_context():
-            return step(batch)
-
-    return TrainingStep(run, optimizers, precision, num_samples, strategy.root_device)
-
-
-def choices_of(options: Options) -> dict[str, Any]:
-    """Arguments of `profile_model` for what a plan may choose."""
-    activations = ("keep", "recompute") if options.recomputed else options.search_space.activations
-    return {
-        "activations": ("keep",) if options.cost_model == "paper" else activations,
-        "blocks": options.recomputed or None,
-        "exchanges": options.search_space.may_move,
-        "on_host": "host" in options.search_space.states,
-    }

@@ -48,7 +48,7 @@ from lightning_osdp.strategy.batching.loaders import (
 from lightning_osdp.strategy.checkpointing.averaging import with_averages
 from lightning_osdp.strategy.checkpointing.entries import Resumed
 from lightning_osdp.strategy.options import Options
-from lightning_osdp.strategy.planning.profile_batch import BatchProfiler, as_trained, choices_of
+from lightning_osdp.strategy.planning.profile_batch import BatchProfiler
 from lightning_osdp.strategy.planning.same_training import (
     BatchIndex,
     LoggedReductions,
@@ -59,6 +59,7 @@ from lightning_osdp.strategy.planning.same_training import (
 )
 from lightning_osdp.strategy.planning.training_step import (
     as_in_training,
+    as_trained,
     groups_of,
     idle_optimizers,
     in_children,
@@ -259,7 +260,7 @@ class FitProfiler:
                 module,
                 batch,
                 as_trained(trainer, module, optimizers, num_samples),
-                **choices_of(self._options),
+                **self._options.profiled_choices,
                 together=in_step,
                 progress=self._progress,
             )

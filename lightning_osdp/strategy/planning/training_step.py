@@ -20,6 +20,7 @@ from lightning.pytorch.core.optimizer import (
     _configure_schedulers_manual_opt,
 )
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -30,7 +31,7 @@ from torch.optim import Optimizer
 from lightning_osdp.apply import called_children, do_nothing
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, ProfileError
-from lightning_osdp.profiler import untouched
+from lightning_osdp.profiler import ComputePrecision, TrainingStep, untouched
 from lightning_osdp.strategy.batching.loaders import unread_loaders
 
 _SCHEDULED_OPTIONS = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
@@ -69,6 +70,28 @@ def summed_step(module: pl.LightningModule) -> Callable[[Any], Tensor]:
         return sum(losses[1:], start=losses[0])
 
     return step
+
+
+def as_trained(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None,
+    num_samples: int,
+) -> TrainingStep:
+    """The step of a module, as the Trainer's strategy and precision have it, on a batch of so many samples."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, FSDPStrategy)
+    config, precision = strategy.mixed_precision_config, ComputePrecision()
+    if config is not None:
+        left_out = tuple(config._module_classes_to_ignore)
+        precision = ComputePrecision(config.param_dtype, left_out, config.reduce_dtype)
+    step = (training_step if module.automatic_optimization else summed_step)(module)
+
+    def run(batch: Any) -> Any:
+        with trainer.precision_plugin.train_step_context():
+            return step(batch)
+
+    return TrainingStep(run, optimizers, precision, num_samples, strategy.root_device)
 
 
 def step_arguments(module: pl.LightningModule, batch: Any, index: Any = 0) -> tuple[Any, ...]:
