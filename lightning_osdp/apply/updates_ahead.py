@@ -185,10 +185,11 @@ class UpdatesAhead:
         Raises:
             Exception: an update failed.
         """
+        if not self._begun:
+            return []
         latest = {key: each for each in self._begun for key in each.stepped}
         given = {id(parameter): (parameter, gradient) for parameter, gradient in pairs}
-        of_groups = ((_options(group), group["params"]) for group in optimizer.param_groups)
-        options = {id(each): of for of, parameters in of_groups for each in parameters}
+        group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
         found, is_same = [], True
         for begun in self._begun:
             of_step = [key for key in begun.stepped if latest[key] is begun and key in given]
@@ -197,7 +198,7 @@ class UpdatesAhead:
             computed = begun.work.result()
             for key in of_step:
                 is_own = begun.optimizer is optimizer and not _is_scaled(optimizer)
-                is_own = is_own and _is_equal(options[key], begun.options[key])
+                is_own = is_own and _has_options(group_of[key], begun.options[key])
                 if is_own and _is_as_computed(optimizer, *given[key], computed[key]):
                     found.append(Updated(begun.stepped[key], computed[key].fields))
                 else:
@@ -303,11 +304,14 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
-def _is_equal(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    def values(of: Mapping[str, Any]) -> list[Any]:
-        return [(name, value.tolist() if isinstance(value, Tensor) else value) for name, value in of.items()]
+def _has_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Tells if a group still has the options of which there is a copy."""
 
-    return values(options) == values(others)
+    def values(of: Mapping[str, Any]) -> list[Any]:
+        named = [(name, value) for name, value in of.items() if name != "params"]
+        return [(name, value.tolist() if isinstance(value, Tensor) else value) for name, value in named]
+
+    return values(group) == values(options)
 
 
 def _marks(fields: Mapping[str, Any]) -> object:
