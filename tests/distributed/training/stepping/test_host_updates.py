@@ -24,6 +24,7 @@ from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.apply.updates import stepping_on_rows
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.errors import OSDPError
+from lightning_osdp.strategy import osdp
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.by_hand import GAN
 from tests.distributed.support.fits import (
@@ -357,18 +358,25 @@ def test_five_steps_equal_those_with_states_on_the_device(ranks, world_size, opt
 
 
 def scaled(optimizer):
-    """Weights after steps in float16 with a gradient scaler, with states on the host and without."""
+    """Compares steps in float16 with a gradient scaler, with states on the host and without, and what is said."""
     found, plan = [], plan_for(build("wide_mlp", optimizer), "mixed", world_size=dist.get_world_size())
     for each in (plan, hosted(plan)):
         module = build("wide_mlp", optimizer)
-        fit = fitted(OSDPStrategy(plan=each), module, precision="16-mixed", max_steps=6)
-        found.append((fit.strategy.whole_state_dict(on_all_ranks=True), fit.precision_plugin.scaler.get_scale()))
-    (device, scale), (ours, own_scale) = found
-    return largest_difference(ours, device), scale == own_scale, fit.strategy._sharded._ahead.num_taken
+        with mock.patch.object(osdp, "rank_zero_info") as tell:
+            fit = fitted(OSDPStrategy(plan=each), module, precision="16-mixed", max_steps=6)
+        told = [text for ((text,), _) in tell.call_args_list if "the host updates" in text]
+        found.append((fit.strategy.whole_state_dict(on_all_ranks=True), fit.precision_plugin.scaler.get_scale(), told))
+    (device, scale, told), (ours, own_scale, own_told) = found
+    num_ahead = fit.strategy._sharded._ahead.num_taken
+    return largest_difference(ours, device), scale == own_scale, num_ahead, told, own_told
 
 
 def test_a_gradient_scaler_sees_the_same_step(ranks):
-    assert ranks(2).run(scaled, optimizer="adamw") == [(0.0, True, 0)] * 2
+    text = (
+        "OSDP: the host updates in the optimizer's step alone, not beside backward: the precision '16-mixed' may change"
+        " gradients."
+    )
+    assert ranks(2).run(scaled, optimizer="adamw") == [(0.0, True, 0, [], [text])] * 2
 
 
 def by_hand():
