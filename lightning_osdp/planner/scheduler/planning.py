@@ -157,12 +157,18 @@ def _is_worth_it(plan: Plan, saved: float) -> bool:
 def moving_operators(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan | None:
     """Plan with operators in units of their own that move activations, where that takes less than moving weights.
 
-    Nothing is predicted of it. None where there are no such operators. Arguments as of `judge_plan`.
+    Units that move activations already stay as they are. Nothing is predicted of the plan. None where there are no such
+    operators. Arguments as of `judge_plan`.
     """
     if plan.cost_model == "paper":
         return None
     step, _ = planned_step(plan, profile, cluster)
-    planned = {name: unit.treatments[0] for unit in plan.units for name in unit.operators}
+    gathered = {
+        name: unit.treatments[0]
+        for unit in plan.units
+        if not effects_of(unit.treatments[0]).exchanges
+        for name in unit.operators
+    }
     given: dict[str, Any] = {"cluster": cluster, "workload": step.workload, "engine": engine_of(plan)}
     moved = [
         Unit(
@@ -173,7 +179,9 @@ def moving_operators(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Pla
             exchange=unit.exchange.kind,
         )
         for unit in partition(step.profile, min_unit_bytes=plan.search_space.min_unit_bytes)
-        if unit.exchange is not None and unit_s(unit, STATIONARY, **given) < unit_s(unit, planned[unit.name], **given)
+        if unit.exchange is not None
+        and unit.name in gathered
+        and unit_s(unit, STATIONARY, **given) < unit_s(unit, gathered[unit.name], **given)
     ]
     names = {unit.name for unit in moved}
     return dataclasses.replace(plan, units=(*_without(plan.units, names), *moved)) if moved else None

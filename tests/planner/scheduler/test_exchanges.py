@@ -11,8 +11,9 @@ from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile
-from lightning_osdp.planner.scheduler import candidates, judge_plan, make_plan
+from lightning_osdp.planner.scheduler import candidates, judge_plan, make_plan, moving_operators
 from lightning_osdp.planner.simulation import simulate
+from lightning_osdp.report.advice import advise
 from lightning_osdp.report.alternatives import find_alternatives
 from lightning_osdp.report.sentences import explain
 from lightning_osdp.report.tables import render_plan
@@ -137,6 +138,15 @@ def test_in_nodes_activations_move_where_they_would_not_between_them(mlp):
     # where all links are as fast, exchanges are over all ranks, or what is left of gradients is not summed again
     over_all = planned(mlp(), rows // 8, *names, cluster=nodes(1))
     assert moving(over_all) == {"h.0.fc": "pair"}
+
+
+@pytest.mark.parametrize("other", ["column", "row"])
+def test_pairs_that_move_in_nodes_stay_whole_where_operators_by_themselves_are_looked_for(mlp, other):
+    profile, cluster = mlp(kinds=(other, "pair")), nodes(10)
+    plan = planned(profile, 1, "ZDP", "node_stationary", cluster=cluster)
+    assert {unit.modes for unit in plan.units if unit.exchange == "pair"} == {("node_stationary",)}
+    assert moving_operators(plan, profile, cluster) is None
+    assert "modes" not in {each.change for each in advise(plan, profile, cluster)}
 
 
 def test_latencies_of_small_operators_speak_against_it(mlp):
