@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -207,20 +208,20 @@ def moving(attempt: Attempt) -> Iterator[Setting]:
     exactly.
     """
     tried = set[tuple[int, Treatment, frozenset[str]]]()
-    for setting in () if not _moves_activations(attempt) else (*pair_units(attempt.base), attempt.base):
+    settings = (*pair_units(attempt.base), attempt.base) if _moves_activations(attempt) else ()
+    for setting, mode in product(settings, (STATIONARY, NODE_STATIONARY)):
         costs = setting.costs
-        for moving_mode in (STATIONARY, NODE_STATIONARY):
-            may = {
-                unit.name: costs.times_s[place][moving_mode] <= costs.times_s[place][ZDP]
-                for place, unit in enumerate(setting.units)
-                if moving_mode in costs.options[place]
-            }
-            found = {name for one in attempt.assignments for name in _moving(one)}
-            for names in (found & may.keys(), {name for name, sends_less in may.items() if sends_less}, may.keys()):
-                key = len(setting.units), moving_mode, frozenset(names)
-                if names and key not in tried:
-                    tried.add(key)
-                    yield replace(setting, moving=key[2], moving_mode=moving_mode)
+        may = {
+            unit.name: costs.times_s[place][mode] <= costs.times_s[place][ZDP]
+            for place, unit in enumerate(setting.units)
+            if mode in costs.options[place]
+        }
+        found = {name for one in attempt.assignments for name in _moving(one)}
+        for names in (found & may.keys(), {name for name, sends_less in may.items() if sends_less}, may.keys()):
+            moved = frozenset(names)
+            if moved and (len(setting.units), mode, moved) not in tried:
+                tried.add((len(setting.units), mode, moved))
+                yield replace(setting, moving=moved, moving_mode=mode)
 
 
 def adapters_together(attempt: Attempt) -> Iterator[Setting]:
@@ -268,14 +269,14 @@ def slices_inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
     Blocks at levels recompute everything: levels count the operations of whole operators.
     """
     setting = attempt.base
-    every, levels = _all_alike(attempt, setting), {*LEVELS}
+    every = _all_alike(attempt, setting)
+    instead = dict.fromkeys(LEVELS, "recompute") if "recompute" in attempt.space.saves else {}
     found = [
-        {name: "recompute" if saves in levels else saves for name, saves in chosen.items()}
-        for chosen in _found_blocks(attempt)[:1]
-        if "recompute" in attempt.space.saves or levels.isdisjoint(chosen.values())
+        {name: instead.get(saves, saves) for name, saves in chosen.items()} for chosen in _found_blocks(attempt)[:1]
     ]
-    for chosen in (*found, *(each for each in every if each not in found and levels.isdisjoint(each.values()))):
-        yield from _split(attempt, setting.with_blocks(chosen))
+    for chosen in (*found, *(each for each in every if each not in found)):
+        if {*LEVELS}.isdisjoint(chosen.values()):
+            yield from _split(attempt, setting.with_blocks(chosen))
 
 
 def _moves_activations(attempt: Attempt) -> bool:
