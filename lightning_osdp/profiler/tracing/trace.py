@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_osdp.core.axes import KEEP, LEVELS
 from lightning_osdp.core.profile import Span
+from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.errors import ProfileError, UntraceableError
 from lightning_osdp.operations.splitting import compiled_whole
 from lightning_osdp.profiler.machine.memory import raise_if_fatal
@@ -214,7 +215,7 @@ def find_blocks(module: nn.Module, calls: Calls, given: Collection[nn.Module] | 
     blocks: dict[str, Span] = {}
     for name, child in module.named_modules():
         spans = calls.spans.get(name, [])
-        if len(spans) != 1 or any(name.startswith(f"{outer}.") for outer in blocks):
+        if len(spans) != 1 or is_inside(name, blocks):
             continue
         first, last = spans[0]
         within = calls.sequence[first : last + 1]

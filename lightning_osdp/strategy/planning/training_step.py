@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply import called_children, do_nothing
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import ComputePrecision, TrainingStep, untouched
 from lightning_osdp.strategy.batching.loaders import unread_loaders
@@ -241,7 +242,7 @@ def check_in_children(module: pl.LightningModule) -> None:
     """Raises a ConfigurationError unless every parameter is in a child, which each manual backward gathers anew."""
     children = [name for name, _ in called_children(module)]
     for name, _ in module.named_parameters():
-        if not any(name.startswith(f"{child}.") for child in children):
+        if not is_inside(name, children):
             raise ConfigurationError(
                 f"Expected every parameter inside a child that training_step calls in manual optimization, where each"
                 f" is sharded by itself, but {name!r} is in none. Put it into a module that is called."
