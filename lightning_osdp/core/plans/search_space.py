@@ -33,7 +33,8 @@ class SearchSpace:
     gathered; ``("hpZ",)`` leaves a shard in each node; ``("HSDP", "HDP")`` shards in the node and replicates across. On
     one node these are ZDP and DP. ``stationary`` moves activations of operators in place of their weights: of pairs,
     too, where it is named; where modes are these default ones, of operators by themselves if a step is predicted to
-    take a fifth less so, and 0.1 s less."""
+    take a fifth less so, and 0.1 s less. ``node_stationary`` moves them among the ranks of each node, where it is
+    named."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Micro-batches that may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""
