@@ -10,8 +10,8 @@ from lightning_osdp.apply.plan import apply_plan, change_plan, fully_shard_argum
 from lightning_osdp.apply.preparing.initialize import check_initializable
 from lightning_osdp.apply.ranks.hosts import new_host_group, reaches_hosts
 from lightning_osdp.apply.sharded import ShardedModel, host_rows_of, sharded_as
-from lightning_osdp.apply.state import check_number
-from lightning_osdp.apply.stored import StoredShards
+from lightning_osdp.apply.states.state import check_number
+from lightning_osdp.apply.states.stored import StoredShards
 from lightning_osdp.apply.units import NODE_GROUPS, ONE_MESH, called_children
 
 __all__ = [

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import state
 from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks
 from lightning_osdp.apply.exchanging import ExchangingUnits
-from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows
 from lightning_osdp.apply.internals import (
     access,
     backward,
@@ -38,11 +36,13 @@ from lightning_osdp.apply.preparing.prepare import (
     treatments_by_name,
 )
 from lightning_osdp.apply.ranks.agreement import Agreement
-from lightning_osdp.apply.stored import StoredShards
+from lightning_osdp.apply.states import state
+from lightning_osdp.apply.states.stored import StoredShards
 from lightning_osdp.apply.treatments import accumulate, arguments_of, change
 from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, policy_of, set_prefetch, shard
-from lightning_osdp.apply.updates import share_gradients, stepping_on_rows, try_optimizer
-from lightning_osdp.apply.updates_ahead import UpdatesAhead
+from lightning_osdp.apply.updating.host_updates import NOTHING_HELD, HostRows
+from lightning_osdp.apply.updating.updates import share_gradients, stepping_on_rows, try_optimizer
+from lightning_osdp.apply.updating.updates_ahead import UpdatesAhead
 from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.units import SMALL_UNIT_BYTES

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_osdp.apply.host_updates import HostRows
+from lightning_osdp.apply.updating.host_updates import HostRows
 
 
 def optimizer_of(*parameters, **options):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp.apply import ShardedModel, internals
 from lightning_osdp.apply.internals import access, backward, calls, dtensors, gathering, sharding, unsharded
-from lightning_osdp.apply.updates import stepping_on_rows
+from lightning_osdp.apply.updating.updates import stepping_on_rows
 from lightning_osdp.errors import ConfigurationError
 
 METHODS = [f"{kind.__name__}.{name}" for kind, names in access._METHODS.items() for name in names]

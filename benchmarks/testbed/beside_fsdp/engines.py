@@ -22,7 +22,7 @@ from benchmarks.testbed.by_hand import gather_ahead, scatter_in_flight, waited_r
 from benchmarks.testbed.memory import WARM_UP_STEPS, count_step
 from benchmarks.testbed.training import quiet, train
 from lightning_osdp.apply.internals import gathering
-from lightning_osdp.apply.updates import stepping_on_rows
+from lightning_osdp.apply.updating.updates import stepping_on_rows
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.planner.engine import effects_of

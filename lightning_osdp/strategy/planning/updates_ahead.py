@@ -29,7 +29,7 @@ def why_updates_wait(trainer: pl.Trainer, optimizers: Sequence[Optimizer]) -> st
 
     They may where everything between backward and the step is known to leave gradients, weights and options alone;
     clipping by norm does so as long as the norm is small enough. Whatever changes them all the same is found in the
-    step, see `apply.updates_ahead`.
+    step, see `apply.updating.updates_ahead`.
 
     Args:
         trainer: about to fit.

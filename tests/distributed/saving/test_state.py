@@ -17,8 +17,9 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten_with_path
 
-from lightning_osdp.apply import StoredShards, state
-from lightning_osdp.apply.state import numbered
+from lightning_osdp.apply import StoredShards
+from lightning_osdp.apply.states import state
+from lightning_osdp.apply.states.state import numbered
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.operations.splitting import JoinedShards, split
 from lightning_osdp.profiler import LiveBytes

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.apply.state import numbered
+from lightning_osdp.apply.states.state import numbered
 from lightning_osdp.operations.splitting import cuts_of, join_states, split
 from tests.distributed.support.fits import trainer
 from tests.distributed.support.models import BATCH_SIZE, NUM_SAMPLES, Base

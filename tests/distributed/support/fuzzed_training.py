@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.apply.state import whole_parameters
+from lightning_osdp.apply.states.state import whole_parameters
 from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.plans.parts import Block, Unit
 from lightning_osdp.profiler import fingerprint

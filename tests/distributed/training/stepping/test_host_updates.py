@@ -18,10 +18,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_osdp import OSDPStrategy, SearchSpace, simulate
-from lightning_osdp.apply import local, updates_ahead
-from lightning_osdp.apply.host_updates import HostRows
+from lightning_osdp.apply import local
 from lightning_osdp.apply.internals import dtensors
-from lightning_osdp.apply.updates import stepping_on_rows
+from lightning_osdp.apply.updating import updates_ahead
+from lightning_osdp.apply.updating.host_updates import HostRows
+from lightning_osdp.apply.updating.updates import stepping_on_rows
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy import osdp
@@ -273,7 +274,7 @@ FAILING = """
 import os, threading
 import lightning as L
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.apply import updates_ahead
+from lightning_osdp.apply.updating import updates_ahead
 from tests.distributed.support.models import WideMLP
 
 rank, arithmetic = int(os.environ.get("LOCAL_RANK", 0)), updates_ahead.arithmetic

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.apply import local
-from lightning_osdp.apply.updates import stepping_on_rows
+from lightning_osdp.apply.updating.updates import stepping_on_rows
 from tests.support.tiers import slow
 from tests.support.wrapped_units import mesh_of_nodes
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 from torch.utils.hooks import RemovableHandle
 
-from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows
 from lightning_osdp.apply.internals import dtensors
+from lightning_osdp.apply.updating.host_updates import NOTHING_HELD, HostRows
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.operations.splitting import (
     JoinedShards,

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_osdp.apply.host_updates import HostRows, Stepped
 from lightning_osdp.apply.internals import dtensors
+from lightning_osdp.apply.updating.host_updates import HostRows, Stepped
 from lightning_osdp.operations.optimizers import arithmetic
 
 _log = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows, Stepped
 from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.apply.units import ONE_MESH
-from lightning_osdp.apply.updates_ahead import UpdatesAhead
+from lightning_osdp.apply.updating.host_updates import NOTHING_HELD, HostRows, Stepped
+from lightning_osdp.apply.updating.updates_ahead import UpdatesAhead
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.operations.optimizers import arithmetic, check_supported, copied, is_elementwise
 

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.host_updates import NOTHING_HELD, HostRows
 from lightning_osdp.apply.internals import dtensors
-from lightning_osdp.apply.state import check_number, load_optimizer, whole_parameters
+from lightning_osdp.apply.states.state import check_number, load_optimizer, whole_parameters
+from lightning_osdp.apply.updating.host_updates import NOTHING_HELD, HostRows
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.operations.splitting import JoinedShards
 

@@ -1,0 +1,1 @@
+"""States of modules and optimizers under the user's own names, saved and loaded."""

@@ -1,0 +1,1 @@
+"""Steps of optimizers on shards, on the device and on the host."""
