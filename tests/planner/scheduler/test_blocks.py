@@ -467,9 +467,9 @@ def least_limit_bytes(profile, cluster, **space):
     return fits
 
 
-def planned_with_head(profile, cluster, limit_bytes, *, micro_batch_size=8, **space):
+def planned_with_head(profile, cluster, limit_bytes, *, micro_batch_size=8, method=None, **space):
     space = SearchSpace(**{"activations": RECOMPUTE.activations, "min_unit_bytes": 0, **space})
-    options = {"micro_batch_size": micro_batch_size, "search_space": space, "engine": NO_PREFETCH}
+    options = {"micro_batch_size": micro_batch_size, "method": method, "search_space": space, "engine": NO_PREFETCH}
     return plan(profile, cluster, limit_bytes, **options)
 
 
@@ -494,6 +494,16 @@ def test_blocks_recompute_and_operators_are_split_where_neither_alone_is_enough(
         assert found.blocks
         assert {unit.name: unit.num_slices for unit in found.units}["head"] > 1
         assert simulate(found, with_head, cluster(2, seconds_per_byte=0.01)).peak.peak_bytes <= limit_bytes
+
+
+def test_operators_inside_of_blocks_that_are_to_be_at_levels_stay_whole(model, linear, cluster):
+    inside = in_blocks(lambda name, _, **costs: linear(name, 64, 64, **costs))
+    profile = recomputable(model(*inside, linear("head", 64, 256)), BLOCKS)
+    method = PlanMethod(blocks=dict.fromkeys(BLOCKS, LEVELS[0]))
+    found = planned_with_head(profile, cluster, least_limit_bytes(profile, cluster, method=method), method=method)
+    assert {block.activations for block in found.blocks} == {LEVELS[0]}
+    assert [unit.name for unit in found.units if unit.num_slices > 1] == ["head"]
+    assert Plan.from_json(found.to_json()) == found
 
 
 def test_the_largest_micro_batch_may_need_both(with_head, cluster, both):

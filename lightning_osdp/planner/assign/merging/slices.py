@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from lightning_osdp.core.axes import LEVELS
 from lightning_osdp.core.profile import OperatorProfile
 from lightning_osdp.core.slices import slice_names
+from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.planner.assign.additive import Modes
 from lightning_osdp.planner.assign.setting import Setting
 
@@ -75,10 +77,14 @@ class _Group(NamedTuple):
 
 
 def _groups(setting: Setting) -> dict[str, _Group]:
-    """Groups of equal operators, by the name of each operator."""
+    """Groups of equal operators, by the name of each operator, without those inside of blocks at levels.
+
+    Levels count the operations of whole operators.
+    """
+    at_levels = [name for name, saves in setting.decided.blocks.items() if saves in LEVELS]
     equal: dict[tuple[str, int], list[OperatorProfile]] = {}
     for unit in setting.units:
-        operator = unit.operators[0] if len(unit.operators) == 1 else None
+        operator = unit.operators[0] if len(unit.operators) == 1 and not is_inside(unit.name, at_levels) else None
         if operator is not None and operator.cut is not None and operator.name == unit.name:
             key = (operator.signature or operator.name, operator.parameter_bytes)
             equal.setdefault(key, []).append(operator)
