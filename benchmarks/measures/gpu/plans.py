@@ -11,12 +11,9 @@ from benchmarks.measures.beside_fsdp.cases import RESIDENT
 from benchmarks.measures.gpu.models import unit_names
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import ModelProfile
-from lightning_osdp.core.axes import STATIONARY, Treatment
+from lightning_osdp.core.axes import LEVELS, STATIONARY, Treatment
 from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
-
-WINDOW = 2
-"""Micro-batches of a step in which gradients wait."""
 
 
 def mixed_plan(module: Family, world_size: int, num_samples: int) -> Plan:
@@ -34,7 +31,7 @@ def _with_levels(module: Family, world_size: int, num_samples: int) -> Plan:
     names = [name for name, child in module.named_modules() if isinstance(child, BLOCKS)]
     kept = [(0, 1) if place % 2 else () for place in range(len(names))]
     blocks = [
-        Block(name=name, treatment=Treatment(saves="selective_1" if results else "recompute"), kept=results)
+        Block(name=name, treatment=Treatment(saves=LEVELS[0] if results else "recompute"), kept=results)
         for name, results in zip(names, kept, strict=True)
     ]
     return replace(mixed_plan(module, world_size, num_samples), blocks=tuple(blocks))
@@ -54,8 +51,8 @@ def _with_exchanges(module: Family, world_size: int, num_samples: int) -> Plan:
 
 
 def _with_waiting(module: Family, world_size: int, num_samples: int) -> Plan:
-    """All units reduce their gradients in the last micro-batch."""
-    plan = replace(mixed_plan(module, world_size, num_samples), num_micro_batches=WINDOW)
+    """All units reduce their gradients in the last of two micro-batches."""
+    plan = replace(mixed_plan(module, world_size, num_samples), num_micro_batches=2)
     units = (
         replace(unit, treatments=tuple(each.but(reduce="last") for each in unit.treatments)) for unit in plan.units
     )

@@ -18,7 +18,7 @@ from benchmarks.families import build
 from benchmarks.measures.gpu.finding import Check, Finding
 from benchmarks.measures.gpu.models import batch_on, made, num_samples_on, unit_names
 from benchmarks.measures.gpu.one_device import losses_of
-from benchmarks.measures.gpu.plans import DECISIONS, WINDOW, mixed_plan
+from benchmarks.measures.gpu.plans import DECISIONS, mixed_plan
 from benchmarks.rank_faults import Case, Launcher, make_plan, outcome
 from benchmarks.testbed.local import local_ranks
 from benchmarks.testbed.plans import plan_of
@@ -149,7 +149,10 @@ def _decided(*, name: str, model: str, window: int, kind: str) -> list[float]:
 
 def decisions(device: torch.device) -> Iterator[Finding]:
     """Losses under plans of each kind of decision beside those of DDP."""
-    asked = {name: (model, WINDOW if name == "waiting gradients" else 1) for name, (model, _) in DECISIONS.items()}
+    asked = {
+        name: (model, make(build(model), NUM_RANKS, num_samples_on(device)).num_micro_batches)
+        for name, (model, make) in DECISIONS.items()
+    }
     asked["race"] = ("mingpt", 1)
     by_ddp = {
         (model, window): _on_ranks(device, _decided, name="ddp", model=model, window=window)[0]
