@@ -482,7 +482,7 @@ class Costs:
         return exact_peak(self._setting, modes, engine=self._setting.bytes_engine)
 
     def host_bytes(self, modes: Modes) -> int:
-        """Host memory that a rank takes in these modes."""
+        """Host memory that a rank takes in these modes; without any, for what was decided of blocks."""
         return peak_bytes_of(host_bytes(self._setting, modes))
 
     def fits(self, modes: Modes, memory_limit_bytes: float) -> bool:
