@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "strategy" / "script.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "tests" / "strategy" / "runtime" / "script.py"
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import faults, rank_faults
+from benchmarks import exits, faults, rank_faults
 
 pytestmark = pytest.mark.distributed
 
@@ -14,6 +14,15 @@ def test_training_goes_on_from_the_newest_complete_checkpoint_whichever_rank_is_
     printed = capsys.readouterr().out
     assert num_failed == 0, printed
     assert "3 ranks killed, 4 of 4 runs as they should" in printed
+
+
+@pytest.mark.slow
+def test_a_script_ends_as_it_should(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["exits.py", "--count", "1"])
+    num_failed = exits.main()
+    printed = capsys.readouterr().out
+    assert num_failed == 0, printed
+    assert "1 of 1 ended with 0" in printed
 
 
 @pytest.fixture(scope="module")
