@@ -34,7 +34,8 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0", "
 pages, of which some stay: at 64 KiB a model of many small tensors took 8% more than its tensors, at 16 KiB no family
 took over 3%."""
 _ROOT = Path(__file__).resolve().parents[2]
-_WARM_UP_STEPS = 2
+_WARM_UP_STEPS, _LIMITED_STEPS = 2, 3
+_TIMEOUT_S = 300.0
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
 """Texts of torch and of the C library where memory lacks."""
 
@@ -55,8 +56,6 @@ def lives_under(
     *,
     optimizer: str = "adamw",
     precision: str = "32-true",
-    num_steps: int = 3,
-    timeout_s: float = 300.0,
 ) -> Outcome:
     """Trains as rank 0 of the plan's ranks in a process of its own, under a hard limit once two steps are taken.
 
@@ -66,8 +65,6 @@ def lives_under(
         plan: that was made for it.
         optimizer: name of `benchmarks.families.OPTIMIZERS`.
         precision: the Trainer's argument of this name.
-        num_steps: optimizer steps under the limit.
-        timeout_s: longest that all of it may take.
 
     Raises:
         RuntimeError: the process failed of something else than memory.
@@ -75,13 +72,12 @@ def lives_under(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan.save(folder / "plan.json")
-        arguments = {"limit_bytes": limit_bytes, "family": family, "optimizer": optimizer}
-        arguments |= {"precision": precision, "num_steps": num_steps}
+        arguments = {"limit_bytes": limit_bytes, "family": family, "optimizer": optimizer, "precision": precision}
         (folder / "arguments.json").write_text(json.dumps(arguments))
         environment = {**os.environ, **ALLOCATOR, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "benchmarks.testbed.limit", str(folder)]
-        done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=_TIMEOUT_S)
         outcome = folder / "outcome.json"
         if outcome.exists():
             return Outcome(**json.loads(outcome.read_text()))
@@ -105,7 +101,7 @@ def _train_limited(folder: Path) -> None:
         try:
             beside_bytes = beside_tensors_bytes([*living_tensors(step.sharded.module, [step.optimizer]), *step.batch])
             limit_data(beside_bytes + arguments["limit_bytes"])
-            for _ in range(arguments["num_steps"]):
+            for _ in range(_LIMITED_STEPS):
                 step()
             outcome = {"lived": True, "reason": ""}
         except (RuntimeError, MemoryError) as error:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.families import Family, build
+from benchmarks.families import Family
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler.machine.stopwatch import synchronize
@@ -95,22 +95,3 @@ def time_in_turns(
             synchronize(device)
             seconds[name].append(time.perf_counter() - start_s)
     return {name: found[1:] for name, found in seconds.items()}
-
-
-def time_plans(
-    *, family: str, plans: Sequence[str], optimizer: str = "adamw", precision: str = "32-true", num_rounds: int = 5
-) -> list[list[float]]:
-    """Seconds of every round under each plan, in turns. Call it on all ranks, as `Hosts.run` does.
-
-    Args:
-        family: name of `benchmarks.families`.
-        plans: of that model, as JSON.
-        optimizer: name of `benchmarks.families.OPTIMIZERS`.
-        precision: the Trainer's argument of this name.
-        num_rounds: timed steps under each plan, after one to warm up.
-    """
-    steps = {
-        str(index): Step(build(family, optimizer=optimizer), Plan.from_json(plan), precision=precision)
-        for index, plan in enumerate(plans)
-    }
-    return list(time_in_turns(steps, num_rounds=num_rounds).values())

@@ -110,9 +110,9 @@ def chain(num_units: int, busy: float, *, seed: int | None = None) -> ModelProfi
     return model(parts)
 
 
-def transformer(num_blocks: int, *, hidden_size: int = 2048, num_tokens: int = 1024) -> ModelProfile:
+def transformer(num_blocks: int) -> ModelProfile:
     """Returns a decoder as minGPT's: 50,304 tokens, on devices of 100 TFLOP/s."""
-    width = hidden_size
+    width, num_tokens = 2048, 1024
 
     def part(
         name: str, num_parameters: int, channels: int, *, multiplies: bool = True
@@ -201,13 +201,13 @@ def row(problem: str, num_operators: int, overlaps: bool, solves: Sequence[Calla
     )
 
 
-def measure_distance(num_problems: int, *, num_units: int = 8) -> Distance:
+def measure_distance(num_problems: int) -> Distance:
     """Returns what the search under overlap leaves open on small random chains of all kinds."""
     distances, gaps, num_violated = [], [], 0
     for seed in range(num_problems):
         draw = random.Random(seed)
         found = setting(
-            chain(num_units, draw.choice([0.1, 0.3, 1.0, 3.0]), seed=seed),
+            chain(8, draw.choice([0.1, 0.3, 1.0, 3.0]), seed=seed),
             overlaps=True,
             prefetch=draw.choice(["pre", "none"]),
             num_micro_batches=draw.choice([1, 4]),

@@ -38,19 +38,16 @@ def sliced_groups(num_operators: int, seed: int) -> tuple[Group, ...]:
     )
 
 
-def paper_groups(
-    num_slices: int, *, merged: bool = True, num_blocks: int = 48, hidden_size: int = 1024
-) -> tuple[Group, ...]:
-    """Returns the paper's narrow and deep model: blocks of an attention and an MLP.
+def paper_groups(num_slices: int, *, merged: bool = True) -> tuple[Group, ...]:
+    """Returns the paper's narrow and deep model: 48 blocks of an attention and an MLP of width 1024.
 
     Args:
         num_slices: Slices of each operator; 1 for the two choices ZDP and DP.
         merged: Whether equal operators are one group, as the planner merges them.
-        num_blocks: Attentions, and as many MLPs.
-        hidden_size: Width of the residual stream.
     """
-    attention = 4 * (4 * hidden_size**2 + 4 * hidden_size)
-    mlp = 4 * (8 * hidden_size**2 + 5 * hidden_size)
+    num_blocks, width = 48, 1024
+    attention = 4 * (4 * width**2 + 4 * width)
+    mlp = 4 * (8 * width**2 + 5 * width)
     menus = [equation_2(num_bytes, num_slices=num_slices) for num_bytes in (attention, mlp)]
     if merged:
         return tuple(Group(choices=choices, count=num_blocks) for choices in menus)

@@ -201,11 +201,11 @@ def reserved(
     sequence: int,
     batch: int,
     world_size: int,
-    checkpointed: frozenset[int] = frozenset(),
-    by_operation: bool = False,
-    resharded: frozenset[int] = frozenset(),
-    zeroes_first: bool = False,
-    expandable_segments: bool = False,
+    checkpointed: frozenset[int],
+    by_operation: bool,
+    resharded: frozenset[int],
+    zeroes_first: bool,
+    expandable_segments: bool,
 ) -> Reserved:
     """Counts what a step of a `LanguageModel` reserves, in bf16-mixed with gradients reduced in float32, and AdamW.
 

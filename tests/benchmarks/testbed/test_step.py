@@ -5,7 +5,7 @@ from benchmarks.testbed.groups import fake_group, simulated_group
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.simulated import SimulatedLinks
-from benchmarks.testbed.step import Step, time_in_turns, time_plans
+from benchmarks.testbed.step import Step, time_in_turns
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.profiler import LiveBytes
 
@@ -40,9 +40,12 @@ def test_plans_wait_for_the_collectives_that_they_ask_for():
     # four units: FSDP gathers ZDP ones twice a step, DP ones once, and the root once
     module = build("odd_mlp")
     layers = [f"layers.{index}" for index in range(4)]
-    plans = [plan_of(module, dict.fromkeys(layers, mode), world_size=2, micro_batch_size=1) for mode in ("ZDP", "DP")]
+    plans = {
+        mode: plan_of(module, dict.fromkeys(layers, mode), world_size=2, micro_batch_size=1) for mode in ("ZDP", "DP")
+    }
     with simulated_group(2, SimulatedLinks(all_gather_s=lambda _: 1e-2)) as group:
-        seconds = time_plans(family="odd_mlp", plans=[plan.to_json() for plan in plans], num_rounds=1)
+        steps = {mode: Step(build("odd_mlp"), plan) for mode, plan in plans.items()}
+        seconds = time_in_turns(steps, num_rounds=1)
         assert group.simulated_s == pytest.approx(2 * (9 + 5) * 1e-2)  # with the round to warm up
-    assert seconds[0][0] > 9e-2
-    assert seconds[1][0] > 5e-2
+    assert seconds["ZDP"][0] > 9e-2
+    assert seconds["DP"][0] > 5e-2
