@@ -19,13 +19,11 @@ TWO_NODES = Cluster(
 )
 
 
-def step_of(
-    profile, *, world_size=2, micro_batch_size=1, num_micro_batches=1, min_unit_bytes=0, reduce_scatter_copies=True
-):
+def step_of(profile, *, world_size=2, micro_batch_size=1, num_micro_batches=1, reduce_scatter_copies=True):
     """A step in units of one operator."""
     return Step(
         profile=profile,
-        units=partition(profile, min_unit_bytes=min_unit_bytes),
+        units=partition(profile, min_unit_bytes=0),
         cluster=Cluster(
             world_size=world_size,
             all_gather=FREE,

@@ -25,8 +25,8 @@ def _random(*shape, seed):
     return torch.randn(NUM_SAMPLES, *shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _tokens(seed, length=LENGTH):
-    return torch.randint(0, CLASSES, (NUM_SAMPLES, length), generator=torch.Generator().manual_seed(seed))
+def _tokens(seed):
+    return torch.randint(0, CLASSES, (NUM_SAMPLES, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
 class Regression(Base):

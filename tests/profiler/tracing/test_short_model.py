@@ -57,10 +57,6 @@ def found(model, find=both):
     return find(model, torch.ones(SAMPLES, 5, WIDTH), SAMPLES, model)
 
 
-def frozen_half(blocks):
-    blocks[: DEPTH // 2].requires_grad_(False)
-
-
 def one_other_at_the_end(blocks):
     blocks[-2].dropout.p = 0.5
 
@@ -97,15 +93,6 @@ def a_bias_for_all(model, x):
 def work_between(model, x):
     for block in model.blocks:
         x = torch.tanh(block(x)) * 0.5
-    return x
-
-
-def not_recorded_below(model, x):
-    with torch.no_grad():
-        for block in model.blocks[:-2]:
-            x = block(x)
-    for block in model.blocks[-2:]:
-        x = block(x)
     return x
 
 
