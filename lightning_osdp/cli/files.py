@@ -78,7 +78,7 @@ def _wrong(profile: ModelProfile) -> Iterator[str]:
         yield from (f"block {block.name!r}" for segments in block.segments.values() if len(segments) != length)
 
 
-def checked_output(path: str | Path, option: str, *, force: bool, inputs: Iterable[str | Path] = ()) -> Path:
+def checked_output(path: str | Path, option: str, *, force: bool, inputs: Iterable[str | Path]) -> Path:
     """Path of an output, which is no input of the command, and at which no file is, or one that may be replaced.
 
     Raises:

@@ -162,7 +162,7 @@ class FSDP2:
         step: Step,
         observer: Observer,
         *,
-        modes: Sequence[Treatment] = (),
+        modes: Sequence[Treatment],
         rank: int | None = None,
         is_bound: bool = False,
     ) -> LiveParts:
@@ -171,7 +171,7 @@ class FSDP2:
         Args:
             step: whose events are read.
             observer: told of every moment.
-            modes: of its units, which say what they are sharded over; none: all are over all ranks.
+            modes: of its units, which say what they are sharded over.
             rank: whose bytes; None: those of the rank that holds most.
             is_bound: whether what follows is to hold whatever the modes of other units.
         """
