@@ -17,14 +17,17 @@ from lightning_osdp.callbacks.peak import all_callbacks
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
-from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
+from lightning_osdp.planner.engine import engine_of
 from lightning_osdp.planner.scheduler import (
     KnownBatch,
     KnownBatches,
     Room,
+    RunBatches,
     Shapes,
     room_for_longer,
     thriftier,
+    thriftiest,
     times_longer,
 )
 from lightning_osdp.planner.simulation import simulate
@@ -35,6 +38,7 @@ from lightning_osdp.strategy.planning.profile_batch import BatchProfiler
 from lightning_osdp.strategy.racing import Racing
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import last_checkpoint
+from lightning_osdp.strategy.second_try import SecondTries
 from lightning_osdp.strategy.sharding.units import ReusableModel, Units
 
 MOST_PROFILED = 20
@@ -76,6 +80,10 @@ class LongerBatches(pl.Callback):
     - Plans change at once to one that has room, even between two micro-batches of one step; they do not differ in when
       gradients are reduced. They change back between two steps, once steps under the plan in use are predicted to have
       lost as much time as two changes take.
+    - Where memory runs out on a rank although the plan in use was predicted to have room, all ranks change to the one
+      with least memory, and take the micro-batch again. A batch is tried so if it is longer than the profiled one
+      and than all that have been run under the plan; others are known to fit. On CPU this is so in the first
+      micro-batch of a step alone, when there are no gradients to copy.
     - Validation batches whose tensors are like those of training are treated likewise; `training_step` tells what
       forward takes for them. The plan is back when validation ends. Where none is known to have room, the one with
       least memory is tried.
@@ -90,7 +98,7 @@ class LongerBatches(pl.Callback):
         plan, profile = units.sharded.plan, units.choice.profile
         assert plan is not None
         assert profile is not None
-        self._units, self._profiler, self._racing = units, profiler, racing
+        self._units, self._profiler, self._racing, self._tries = units, profiler, racing, SecondTries(units)
         self._profiles: list[ModelProfile] = [profile]  # of known batches; those after the first on rank 0 alone
         shapes = on_rank_zero(lambda: profiler.shapes)
         self._known = KnownBatches((KnownBatch(shapes, plan.micro_batch_size, (Room(1.0, 1.0),)),))
@@ -106,6 +114,7 @@ class LongerBatches(pl.Callback):
         self.number, self._lost_s = 0, 0.0
         self._usual_s: tuple[float, ...] = ()  # of a usual step under plans, as far as that was of use
         self._used = {0}  # plans that have been in use
+        self._run: dict[int, RunBatches] = {}  # by number of the plan
         self._known = self._known.under([(Room(1.0, 1.0),), *[(Room(0.0, 0.0),)] * (len(self._known.batches) - 1)])
         self._rooms: dict[tuple[int, int], Room] = {}  # by known batch and plan, on rank 0
 
@@ -117,6 +126,7 @@ class LongerBatches(pl.Callback):
     def begin(self, trainer: pl.Trainer) -> None:
         """Begins; a race that goes on, if there is one, begins afterwards."""
         all_callbacks(trainer).insert(0, self)
+        self._tries.begin(trainer)
 
     def go_back(self) -> None:
         """Changes to the usual plan, at the end of a fit; if that is refused, the next fit does so."""
@@ -129,6 +139,7 @@ class LongerBatches(pl.Callback):
         """Leaves the Trainer, at the end of a fit or after an error."""
         callbacks = all_callbacks(trainer)
         callbacks[:] = [callback for callback in callbacks if callback is not self]
+        self._tries.end(trainer)
 
     @property
     def _plan_is_own(self) -> bool:
@@ -139,13 +150,16 @@ class LongerBatches(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._tries.fall_back = None
         if self._has_given_up:
             return
         if not self._plan_is_own:
             self._begin_on_another()
-        shapes = shapes_of(batch)
+        shapes, run = shapes_of(batch), self._run_here
         wants_back = trainer.is_global_zero and self._lost_s > _NUM_CHANGES * self._change_s
-        number, is_going_back = self._model.sharded.largest([self._known.plan_for(shapes), int(wants_back)])
+        number, is_going_back, is_tried = self._model.sharded.largest(
+            [self._known.plan_for(shapes), int(wants_back), int(not run.has_room(shapes))]
+        )
         if number and self._is_in_race:
             assert self._racing is not None
             self._racing.give_up(trainer, "batches became longer")
@@ -157,6 +171,20 @@ class LongerBatches(pl.Callback):
             self._change(number)
         elif number < self.number and self._is_between:
             self._lost_s += self._usual_s[self.number] - self._usual_s[number]
+        if self._is_in_race:  # which goes back by itself
+            return
+        if self._run_here is not run:  # under another plan than ranks were asked about
+            (is_tried,) = self._model.sharded.largest([not self._run_here.has_room(shapes)])
+        is_longest = self._known.plan_for(shapes) == self.number and not self._run_here.has_room(shapes)
+        self._run[self.number] = self._run_here.after(shapes)
+        is_on_host = trainer.strategy.root_device.type == "cpu"  # where copies of gradients would pass the limit
+        if is_tried and (self._is_between or not is_on_host):
+            self._tries.fall_back = partial(self._fall_back, trainer, shapes if is_longest else None)
+
+    @property
+    def _run_here(self) -> RunBatches:
+        """Batches that have been run under the plan in use; usual ones count as such."""
+        return self._run.setdefault(self.number, RunBatches((self._known.batches[0].shapes,)))
 
     @override
     def on_train_batch_end(
@@ -210,7 +238,7 @@ class LongerBatches(pl.Callback):
             self._model.lasting = None
         self._begin_with(plan)
 
-    def _change(self, number: int) -> None:
+    def _change(self, number: int) -> bool:
         """Changes the plan; where it cannot change now, the one in use stays on all ranks, which is said once."""
         began_s, model = time.perf_counter(), self._model
         try:
@@ -219,7 +247,7 @@ class LongerBatches(pl.Callback):
             if not self._is_refused:
                 rank_zero_warn(f"OSDP: for batches of another length the plan in use cannot change: {error}")
             self._is_refused = True
-            return
+            return False
         self._used.add(number)
         usual, plan = self._plans[0], model.sharded.plan
         assert plan is not None
@@ -229,6 +257,30 @@ class LongerBatches(pl.Callback):
             model.lasting = usual
         elif not number and model.lasting is usual:
             model.lasting = None
+        return True
+
+    def _fall_back(self, trainer: pl.Trainer, shapes: Shapes | None, why: str) -> None:
+        """Changes to the plan with least memory in a micro-batch for which the one in use has turned out to have none.
+
+        Args:
+            trainer: whose micro-batch it is.
+            shapes: of this rank's batch; None unless it is the plan for such ones, and none has been run under it.
+            why: which rank ran out of memory, and where.
+
+        Raises:
+            InfeasibleError: the plan in use is the one with least memory.
+            OSDPError: it cannot change in the middle of this step.
+        """
+        too_long, number = [each for each in all_gather_values(shapes) if each is not None], self.number
+        self._take(on_rank_zero(partial(self._with_least, trainer, too_long, why)))
+        if not self._change(len(self._plans) - 1):
+            raise OSDPError(
+                f"{why[0].upper()}{why[1:]} on a longer batch than any so far, and the plan cannot change in this step."
+                f" Use shorter or smaller batches, or a lower memory_limit.{last_checkpoint(trainer)}"
+            )
+        del self._run[number]
+        if shapes is not None:
+            self._run[self.number] = self._run_here.after(shapes)
 
     def _learn(self, trainer: pl.Trainer, batch: Any, shapes: Shapes, *, evaluates: bool) -> int:
         """Finds the plan for batches that none is known to have room for; returns its number. All ranks call it.
@@ -281,6 +333,29 @@ class LongerBatches(pl.Callback):
         more_s = (simulate(plan.as_profiled(usual), usual, cluster).time_s for plan in plans[len(usual_s) :])
         return _Found(plans, known.under(rooms), (*usual_s, *more_s))
 
+    def _with_least(self, trainer: pl.Trainer, too_long: Sequence[Shapes], why: str) -> _Found:
+        """Plans with the one that takes least memory last, and without room for these batches up to the one in use."""
+        cluster, longest = self._units.choice.cluster, self._known.batches[-1]
+        assert cluster is not None
+        usual, least, engine = self._plans[0], self._plans[-1], self._units.options.engine
+        found = thriftiest(usual, self._profiles[-1], cluster, num_samples=longest.num_samples, engine=engine)
+        plans = self._plans if _how_it_runs(found) == _how_it_runs(least) else (*self._plans, found)
+        if self.number == len(plans) - 1:
+            raise InfeasibleError(
+                f"{why[0].upper()}{why[1:]} on a longer batch than any so far, and no plan takes less memory than the"
+                " one in use. Use shorter or smaller batches or more ranks, and resume from a checkpoint."
+                f"{last_checkpoint(trainer)}"
+            )
+        for place, number in self._rooms:
+            for each in too_long if number <= self.number else ():
+                times = times_longer(each, self._known.batches[place].shapes)
+                self._rooms[place, number] = self._rooms[place, number].below(times)
+        rank_zero_warn(
+            f"OSDP: {why} on a longer batch than any so far, for which more memory was predicted to be free than there"
+            " was. All ranks take the step again under the plan with least memory, and others with such batches."
+        )
+        return self._judged(plans, self._known, self._usual_s)
+
     def _profiled(self, trainer: pl.Trainer, batch: Any, shapes: Shapes) -> _Profiled | str:
         """Profiles a batch of this rank, or says why that is impossible."""
         num_samples = samples_in(batch, (self._plans[0].micro_batch_size,))
@@ -321,6 +396,11 @@ class LongerBatches(pl.Callback):
             )
             found = self._judged((*found.plans, plan), found.known, found.usual_s)
         return found
+
+
+def _how_it_runs(plan: Plan) -> object:
+    blocks = {(block.name, block.treatment, block.kept) for block in plan.blocks}
+    return [unit.treatments for unit in plan.units], blocks, engine_of(plan)
 
 
 def _infeasible(batch: _Profiled, plan: Plan) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -28,17 +27,19 @@ from lightning_osdp.planner.scheduler import (
     Pace,
     Race,
     Racer,
+    RunBatches,
     are_close,
     candidates,
     correction_of,
 )
 from lightning_osdp.planner.simulation import simulate
 from lightning_osdp.report.sentences import tell_correction
+from lightning_osdp.strategy.batching.first_batch import shapes_of
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning.publish import write_plan
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, in_step, on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import last_checkpoint
-from lightning_osdp.strategy.second_try import run_or_fall_back
+from lightning_osdp.strategy.second_try import SecondTries
 from lightning_osdp.strategy.sharding.units import ReusableModel, Units
 
 MOST_AGAIN = 2
@@ -59,8 +60,9 @@ class Racing(pl.Callback):
     do after a batch counts. Every step is one of training. Its seconds are those of the slowest rank, which ranks tell
     each other at the end of each turn, or of `WATCHED_STEPS` after a race, so that no step waits for them.
 
-    Where memory runs out on a rank in the first step of a turn, all go back to the plan that lasts and take the step
-    again, and the plan of the turn leaves the race. Other steps of the turn take as much memory.
+    Where memory runs out on a rank in the first step of a turn, or in one with longer batches than those before it, all
+    go back to the plan that lasts and take the step again, and the plan of the turn leaves the race. Other steps of the
+    turn take as much memory; ranks do not meet in them, for that would be part of their seconds.
 
     Args:
         trainer: whose fit begins.
@@ -70,7 +72,7 @@ class Racing(pl.Callback):
     """
 
     def __init__(self, trainer: pl.Trainer, units: Units, racers: Sequence[Racer], *, runs_dry: bool = False) -> None:
-        self._units, self._runs_dry = units, runs_dry
+        self._units, self._runs_dry, self._tries = units, runs_dry, SecondTries(units)
         self._clock, self._pace = StepClock(trainer.strategy.root_device), Pace()
         self._global_step = trainer.global_step
         self._watched: Plan | None = None  # plan that the pace is of
@@ -85,6 +87,7 @@ class Racing(pl.Callback):
         self._most_elements = self._num_again = self._num_refused = 0
         self._has_begun = False
         self._are_alike = True  # steps that count, by their elements
+        self._run = RunBatches()  # of this turn
         self._is_decided = False  # no turn is left, and the plan that stays has to come into use
         self.is_over = len(racers) == 1
         # of this turn, or before the first one, or until the pace is looked at
@@ -113,8 +116,7 @@ class Racing(pl.Callback):
     def begin(self, trainer: pl.Trainer) -> None:
         """Begins, and says so if plans race."""
         all_callbacks(trainer).insert(0, self)
-        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-        loop._make_closure = partial(self._make_closure, trainer, loop._make_closure)
+        self._tries.begin(trainer)
         if not self.is_over:
             self._begin_race("")
 
@@ -132,7 +134,7 @@ class Racing(pl.Callback):
         self.is_over = True
         callbacks = all_callbacks(trainer)
         callbacks[:] = [callback for callback in callbacks if callback is not self]
-        vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("_make_closure", None)
+        self._tries.end(trainer)
 
     def break_off(self, trainer: pl.Trainer) -> None:
         """Changes to the plan that stays if the race is not over, for the fit is."""
@@ -164,6 +166,7 @@ class Racing(pl.Callback):
                 self._settle(trainer)
             else:
                 self._next_turn(trainer)
+        self._tries.fall_back = self._fall_back(trainer, batch)
         if self._is_timed:
             self._clock.start()
 
@@ -179,21 +182,19 @@ class Racing(pl.Callback):
             if self._is_timed:
                 self._clock.end_step()
 
-    def _make_closure(self, trainer: pl.Trainer, make: Callable[..., Closure], *args: Any, **kwargs: Any) -> Closure:
-        """Makes Lightning's closure of a micro-batch, with `_run` around forward and backward."""
-        made = make(*args, **kwargs)
-        is_first = made._zero_grad_fn is not None
-        run: Any = partial(self._run, trainer, made.closure, (args, kwargs), is_first=is_first)
-        made.closure = run  # type: ignore[method-assign]
-        return made
+    def _fall_back(self, trainer: pl.Trainer, batch: Any) -> Callable[[str], None] | None:
+        """Way back from the turn if memory runs out on the batch that comes; None where it is known to suffice.
 
-    def _run(self, trainer: pl.Trainer, micro_batch: Callable[[], Any], arguments: Any, *, is_first: bool) -> Any:
-        """Runs a micro-batch, with a second try in the first step of a turn unless hooks may change weights in it."""
-        turn, sharded = self._race.turn if self.turn else None, self._model.sharded
-        if turn is None or not turn.racer or self._steps_left < turn.num_steps or sharded.hands_gradients_over:
-            return micro_batch()
-        fall_back = partial(self._leave_out, trainer, turn.racer)
-        return run_or_fall_back(micro_batch, trainer, sharded, arguments, is_first=is_first, fall_back=fall_back)
+        It does for batches such as have been run in this turn, and under the plan that lasts.
+        """
+        turn = self._race.turn if self.turn else None
+        if turn is None or not turn.racer:
+            return None
+        shapes, is_tried = shapes_of(batch), self._steps_left == turn.num_steps
+        if not is_tried:
+            is_tried = any(self._model.sharded.largest([not self._run.has_room(shapes)]))
+        self._run = self._run.after(shapes)
+        return partial(self._leave_out, trainer, turn.racer) if is_tried else None
 
     def _leave_out(self, trainer: pl.Trainer, number: int, why: str) -> None:
         """Changes back to the plan that lasts, and leaves the racer whose turn it is out of this race and later ones.
@@ -247,7 +248,7 @@ class Racing(pl.Callback):
             self._decide()
             self._settle(trainer)
             return
-        self._steps_left = turn.num_steps
+        self._steps_left, self._run = turn.num_steps, RunBatches()
         if not self._change(self._racers[turn.racer].plan):
             self._settle(trainer)
 

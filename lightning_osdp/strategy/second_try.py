@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+from lightning.pytorch.loops.optimization.automatic import Closure
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.errors import CalledOffError, OSDPError
@@ -15,8 +17,52 @@ from lightning_osdp.profiler import empty_cache, is_out_of_memory, snapshot
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values
 from lightning_osdp.strategy.runtime.error_texts import last_checkpoint, place_of_shortage
 from lightning_osdp.strategy.runtime.ranks import collectives_by_group
+from lightning_osdp.strategy.sharding.units import Units
 
 T = TypeVar("T")
+
+
+class SecondTries:
+    """Second tries of micro-batches in a fit with automatic optimization, where they are asked for.
+
+    There are none where hooks or the host may change weights within backward.
+
+    Attributes:
+        fall_back: as of `run_or_fall_back`, in micro-batches from now on; None: they are run once.
+    """
+
+    def __init__(self, units: Units) -> None:
+        self._units = units
+        self.fall_back: Callable[[str], None] | None = None
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Puts itself around forward and backward of each micro-batch."""
+        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        loop._make_closure = partial(self._make_closure, trainer, loop._make_closure)
+
+    @staticmethod
+    def end(trainer: pl.Trainer) -> None:
+        """Leaves the Trainer, with all others that have put themselves around micro-batches."""
+        vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("_make_closure", None)
+
+    def _make_closure(self, trainer: pl.Trainer, make: Callable[..., Closure], *args: Any, **kwargs: Any) -> Closure:
+        """Makes Lightning's closure of a micro-batch, with `_run` around it."""
+        made = make(*args, **kwargs)
+        is_first = made._zero_grad_fn is not None
+        run: Any = partial(self._run, trainer, made.closure, (args, kwargs), is_first=is_first)
+        made.closure = run  # type: ignore[method-assign]
+        return made
+
+    def _run(self, trainer: pl.Trainer, micro_batch: Callable[[], Any], arguments: Any, *, is_first: bool) -> Any:
+        sharded, fall_back = self._units.sharded, self.fall_back
+        if fall_back is None or sharded.hands_gradients_over:
+            return micro_batch()
+
+        def fall_back_once(why: str) -> None:
+            self.fall_back = None  # an optimizer may run a micro-batch several times
+            fall_back(why)
+
+        return run_or_fall_back(micro_batch, trainer, sharded, arguments, is_first=is_first, fall_back=fall_back_once)
 
 
 def run_or_fall_back(
@@ -69,7 +115,8 @@ def run_or_fall_back(
         raise OSDPError(
             f"{why[0].upper()}{why[1:]} under a plan that is tried, when other ranks had begun a collective that it has"
             " not come to, as code of yours may have in forward: the step cannot be taken again."
-            f" OSDPStrategy(race=False) tries no plans.{last_checkpoint(trainer)}"
+            " OSDPStrategy(race=False, longer_batches=False) tries no plans, and a lower memory_limit leaves more"
+            f" room.{last_checkpoint(trainer)}"
         )
     sharded.forget_step()
     gc.collect()  # errors keep tensors in reference cycles

@@ -9,9 +9,9 @@ from torch import nn
 
 from lightning_osdp.errors import CalledOffError, ConfigurationError, OSDPError
 from lightning_osdp.planner.scheduler import Racer
-from lightning_osdp.strategy import racing, second_try
+from lightning_osdp.strategy import second_try
 from lightning_osdp.strategy.racing import Racing
-from lightning_osdp.strategy.second_try import run_or_fall_back
+from lightning_osdp.strategy.second_try import SecondTries, run_or_fall_back
 from tests.support.plans import bare_plan
 
 
@@ -109,27 +109,48 @@ def test_ranks_that_have_entered_different_collectives_do_not_go_on(monkeypatch)
     assert str(raised.value) == (
         "Rank 0 ran out of memory in forward of 'body' under a plan that is tried, when other ranks had begun a"
         " collective that it has not come to, as code of yours may have in forward: the step cannot be taken again."
-        " OSDPStrategy(race=False) tries no plans."
+        " OSDPStrategy(race=False, longer_batches=False) tries no plans, and a lower memory_limit leaves more room."
     )
     assert sharded.asked == []
 
 
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_micro_batches_in_which_weights_may_change_have_no_second_try(monkeypatch, hands_over):
+    def run(micro_batch, *_, fall_back, **__):
+        fall_back("why")
+        return f"again: {micro_batch()}"
+
+    monkeypatch.setattr(second_try, "run_or_fall_back", run)
+    tries = SecondTries(SimpleNamespace(sharded=SimpleNamespace(hands_gradients_over=hands_over)))
+    made = tries._make_closure(None, lambda: SimpleNamespace(closure=lambda: "loss", _zero_grad_fn=None))
+    assert made.closure() == "loss"
+    fallen = []
+    tries.fall_back = fallen.append
+    assert made.closure() == ("loss" if hands_over else "again: loss")
+    assert fallen == [] if hands_over else ["why"]
+    assert made.closure() == "loss"  # it falls back once
+
+
 @pytest.mark.parametrize(
-    ("racer", "steps_left", "hands_over", "is_tried"),
-    [(1, 3, False, True), (1, 3, True, False), (1, 2, False, False), (0, 3, False, False)],
+    ("racer", "steps_left", "length", "of_others", "is_tried"),
+    [
+        (1, 3, 4, 0, True),
+        (0, 3, 4, 0, False),
+        (1, 2, 4, 0, False),
+        (1, 2, 5, 0, True),
+        (1, 2, 4, 1, True),
+        (0, 2, 5, 1, False),
+    ],
 )
-def test_only_first_steps_of_other_plans_that_change_no_weights_are_tried(
-    monkeypatch, racer, steps_left, hands_over, is_tried
-):
-    monkeypatch.setattr(racing, "run_or_fall_back", lambda micro_batch, *_, **__: f"tried {micro_batch()}")
-    race = racing_with(SimpleNamespace(hands_gradients_over=hands_over))
+def test_first_steps_of_other_plans_and_their_longer_batches_are_tried(racer, steps_left, length, of_others, is_tried):
+    race = racing_with(SimpleNamespace(largest=lambda values: [max(*values, of_others)]))
     race._has_begun, race._steps_left = True, steps_left
+    race._run = race._run.after((("torch.float32", (2, 4)),))
     if racer:
         race._race = race._race.after([1.0] * 3)
-    made = race._make_closure(None, lambda: SimpleNamespace(closure=lambda: "loss", _zero_grad_fn=None))
-    assert made.closure() == ("tried loss" if is_tried else "loss")
+    assert (race._fall_back(None, torch.ones(2, length)) is not None) == is_tried
     race.is_over = True
-    assert made.closure() == "loss"
+    assert race._fall_back(None, torch.ones(2, length)) is None
 
 
 def racing_with(sharded):

@@ -20,12 +20,14 @@ from lightning_osdp.planner.scheduler.replanning.candidates import (
     candidates,
     room_for_longer,
     thriftier,
+    thriftiest,
 )
 from lightning_osdp.planner.scheduler.replanning.correcting import correction_of
 from lightning_osdp.planner.scheduler.replanning.known_batches import (
     KnownBatch,
     KnownBatches,
     Room,
+    RunBatches,
     Shapes,
     times_longer,
 )
@@ -47,6 +49,7 @@ __all__ = [
     "Race",
     "Racer",
     "Room",
+    "RunBatches",
     "Shapes",
     "Turn",
     "are_close",
@@ -62,6 +65,7 @@ __all__ = [
     "recomputing",
     "room_for_longer",
     "thriftier",
+    "thriftiest",
     "times_longer",
     "with_less_memory",
 ]

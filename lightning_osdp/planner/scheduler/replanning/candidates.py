@@ -142,16 +142,31 @@ def thriftier(
         num_samples: samples in the batch.
         engine: settings of prefetching that stay; those that are ``"auto"`` may differ.
     """
-    planned = dataclasses.replace(plan.as_profiled(profile), micro_batch_size=num_samples)
-    variant = _Variant("the plan", *planned_setting(planned, profile, cluster))
-    roomy = dataclasses.replace(planned, memory_limit_bytes=round(ROOMY * plan.memory_limit_bytes))
-    found = [each for each in _Variants(roomy, profile, variant, engine).thriftier() if each is not None]
-    if found:
-        best = min(found, key=attrgetter("time_s"))
-    else:
-        endless = dataclasses.replace(planned, memory_limit_bytes=2**62)
-        best = min(_Variants(endless, profile, variant, engine).least(), key=attrgetter("peak_bytes"))
-    return dataclasses.replace(best.candidate(planned).plan, micro_batch_size=plan.micro_batch_size)
+    roomy_bytes = round(ROOMY * plan.memory_limit_bytes)
+    variants = _longer_variants(plan, profile, cluster, num_samples, engine, limit_bytes=roomy_bytes)
+    found = [each for each in variants.thriftier() if each is not None]
+    if not found:
+        return thriftiest(plan, profile, cluster, num_samples=num_samples, engine=engine)
+    return variants.for_longer(plan, min(found, key=attrgetter("time_s")))
+
+
+def thriftiest(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, *, num_samples: int, engine: FSDP2 = ANY_PREFETCH
+) -> Plan:
+    """The variant of a plan that takes least memory for a longer batch, be it more than the limit.
+
+    Arguments are those of `thriftier`, and gradients are reduced as planned, too.
+    """
+    variants = _longer_variants(plan, profile, cluster, num_samples, engine, limit_bytes=2**62)
+    return variants.for_longer(plan, min(variants.least(), key=attrgetter("peak_bytes")))
+
+
+def _longer_variants(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, num_samples: int, engine: FSDP2, *, limit_bytes: int
+) -> _Variants:
+    longer = dataclasses.replace(plan.as_profiled(profile), micro_batch_size=num_samples)
+    planned = _Variant("the plan", *planned_setting(longer, profile, cluster))
+    return _Variants(dataclasses.replace(longer, memory_limit_bytes=limit_bytes), profile, planned, engine)
 
 
 def are_close(found: Sequence[Racer], cluster: Cluster) -> bool:
@@ -274,6 +289,11 @@ class _Variants:
             for change in (_all(keep="nothing"), _all())
         )
         return [each for each in found if each is not None]
+
+    def for_longer(self, plan: Plan, chosen: _Variant) -> Plan:
+        """Plan of one of these for longer batches, with limit and micro-batch of the plan that it takes over from."""
+        made = chosen.candidate(dataclasses.replace(self.plan, memory_limit_bytes=plan.memory_limit_bytes)).plan
+        return dataclasses.replace(made, micro_batch_size=plan.micro_batch_size)
 
     def _with_more_recomputing(self) -> Sequence[tuple[Block, ...]]:
         """Blocks as planned, then with more and more of the others recomputing."""

@@ -37,6 +37,12 @@ class Room(NamedTuple):
     evaluating: float
     """Factor in a forward without gradients."""
 
+    def below(self, times: float) -> Room:
+        """Room where a batch so many times longer has turned out to be too long."""
+        if self.training < times:
+            return self
+        return self._replace(training=math.nextafter(times, 0.0) if times > 1.0 else 0.0)
+
 
 @dataclass(frozen=True)
 class KnownBatch:
@@ -72,3 +78,20 @@ class KnownBatches:
         """These batches with other rooms: one sequence for each batch, with one for each plan."""
         batches = tuple(replace(each, rooms=(*own,)) for each, own in zip(self.batches, rooms, strict=True))
         return KnownBatches(batches)
+
+
+@dataclass(frozen=True)
+class RunBatches:
+    """Batches that have been run under a plan, by those that no other one is longer than."""
+
+    longest: tuple[Shapes, ...] = ()
+
+    def has_room(self, shapes: Shapes) -> bool:
+        """True if a batch is nowhere longer than one that has been run."""
+        return any(times_longer(shapes, each) == 1.0 for each in self.longest)
+
+    def after(self, shapes: Shapes) -> RunBatches:
+        """Batches with one more."""
+        if self.has_room(shapes):
+            return self
+        return RunBatches((*(each for each in self.longest if times_longer(each, shapes) > 1.0), shapes))

@@ -136,10 +136,10 @@ def limited(limit_bytes, *, space=SPACE, **options):
     return OSDPStrategy(batch_size="keep", search_space=space, memory_limit=f"{limit_bytes}B", **options)
 
 
-def compared(lengths, *, space=SPACE, accumulates=1, room=1.02, num_blocks=6, **options):
-    """A fit in little more memory than the first batches take, beside DDP."""
+def compared(lengths, *, space=SPACE, accumulates=1, room=1.02, num_blocks=6, short=(), **options):
+    """A fit in little more memory than the first batches take, beside DDP; see `Short`."""
     limit_bytes, options["accumulates"] = round(room * usual_bytes(space, accumulates, num_blocks)), accumulates
-    modules = [Reader(num_blocks).double() for _ in range(2)]
+    modules = [Short(numbers, num_blocks).double() for numbers in ((), short)]
     expected, module, *_ = fitted(ddp(), lengths, module=modules[0], accumulates=accumulates)
     fit, ours, recorder, told = fitted(limited(limit_bytes, space=space), lengths, module=modules[1], **options)
     monitor = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
@@ -199,6 +199,41 @@ def too_long():
     steps = module.trainer.global_step
     again, *_ = fitted(limited(limit_bytes), [FIRST] * 3, module=module)
     return str(raised.value), steps, str(folder / "step=4.ckpt"), again.global_step
+
+
+class Short(Reader):
+    """Has no memory left on rank 0 in backward, under some plans by number, on batches longer than planned for."""
+
+    def __init__(self, numbers, num_blocks):
+        super().__init__(num_blocks)
+        self.numbers, self.is_short = numbers, False
+        self.blocks[0].register_forward_hook(lambda module, args, output: self.stop_in_backward(output))
+
+    def stop_in_backward(self, output):
+        longer = getattr(self.trainer.strategy, "_longer", None)
+        is_short = longer is not None and longer.number in self.numbers and dist.get_rank() == 0
+        if is_short and output.requires_grad and output.shape[1] > FIRST:
+            output.register_hook(self.stop)
+
+    def stop(self, _):
+        raise torch.OutOfMemoryError("nothing is left")
+
+
+SHORT = [FIRST] * 6 + [4 * FIRST, FIRST] * 2 + [(FIRST, 3 * FIRST)] + [FIRST] * 9
+"""Lengths by micro-batch, of which a step has two."""
+
+
+def turns_out_too_long():
+    """A fit whose plan has less room for longer batches than was predicted, beside DDP."""
+    return compared(SHORT, accumulates=2, room=1.3, num_blocks=3, short=(0,))
+
+
+def has_no_room():
+    """The error of a fit in which the plan with least memory turns out to have no room."""
+    limit_bytes, module = round(1.1 * usual_bytes(num_blocks=3)), Short((1,), 3).double()
+    with pytest.raises(InfeasibleError) as raised:
+        fitted(limited(limit_bytes), [FIRST] * 3 + [8 * FIRST] * 2, module=module)
+    return str(raised.value)
 
 
 class Reads(Reader):
@@ -346,6 +381,26 @@ def test_a_plan_changes_between_two_micro_batches_of_a_step(ranks, sync):
     assert numbers[:7] == [0] * 7
     assert numbers[7] > 0
     assert numbers[-1] == 0
+
+
+def test_a_plan_that_turns_out_to_have_no_room_gives_way_to_the_one_with_least_memory(ranks):
+    """Memory runs out on rank 0 in backward, in the first of two micro-batches."""
+    found = ranks(2).run(turns_out_too_long)
+    told = [each.pop("told") for each in found]
+    numbers = check([{**each, "told": []} for each in found], sizes=1)
+    assert numbers[:6] == [0] * 6
+    assert (numbers[6], numbers[8], numbers[-1]) == (1, 1, 0)
+    assert [len(each) for each in told] == [1, 0]
+    assert told[0][0].startswith("OSDP: rank 0 ran out of memory in backward of ")
+    assert told[0][0].endswith(
+        "All ranks take the step again under the plan with least memory, and others with such batches."
+    )
+
+
+def test_memory_that_runs_out_under_the_plan_with_least_of_it_ends_training(ranks):
+    for text in ranks(2).run(has_no_room):
+        assert "ank 0 ran out of memory in backward of " in text
+        assert text.endswith("and resume from a checkpoint.")
 
 
 @pytest.mark.slow

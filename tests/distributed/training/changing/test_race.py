@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy, Plan, PlanMonitor, SearchSpace
 from lightning_osdp.apply.ranks import agreement
@@ -149,12 +150,14 @@ def fitted(
     accumulates=MICRO_BATCHES,
     num_racers=None,
     is_wrong=False,
+    longer_batches=True,
     **options,
 ):
     """A fit with validation, checkpoints, accumulation and clipping; the Trainer, the module and the record."""
     torch.manual_seed(5)
     module, recorder = module_for(precision) if module is None else module, Recorder(stops_at, balances=is_wrong)
-    strategy = OSDPStrategy(race=race, batch_size="keep", search_space=space, memory_limit="1GiB")
+    given = {"search_space": space, "memory_limit": "1GiB", "longer_batches": longer_batches}
+    strategy = OSDPStrategy(race=race, batch_size="keep", **given)
     saved = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
     fit = trainer(
         strategy,
@@ -336,6 +339,17 @@ class Short(Validated):
             output.register_hook(lambda _: self.stop("backward"))
 
 
+class Uneven(Short):
+    """Has one batch with more samples than others, on the last rank: the second of the second step of a turn."""
+
+    def loader(self, rank, world_size):
+        batches = [*super().loader(rank, world_size)]
+        number = (WARM_UP_STEPS + 3 + 1) * MICRO_BATCHES + 1
+        if rank == world_size - 1:
+            batches[number] = [torch.cat([tensor, tensor]) for tensor in batches[number]]
+        return DataLoader(batches, batch_size=None)
+
+
 SHORTAGES = {
     1: ((1,), 0, "forward"),
     2: ((0,), 1, "backward"),
@@ -371,6 +385,24 @@ def falls_back(sync):
         "note": fit.strategy.plan.notes[-1],
         "is own": "_make_closure" not in vars(fit.fit_loop.epoch_loop.automatic_optimization),
     }
+
+
+def falls_back_later():
+    """A race in which a plan runs out of memory on a batch that is longer than those of its turn before it."""
+    options = {"space": EVERY, "num_racers": 3, "steps": 24, "longer_batches": False}  # which would end the race
+    expected, module, _ = fitted(False, shared_folder(), module=Uneven({}).double(), **options)
+    ours = Uneven({1: ((0,), MICRO_BATCHES + 1, "backward")}).double()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit, _, recorder = fitted(True, shared_folder(), module=ours, **options)
+    names = [each.name for each in fit.strategy._racing._racers]
+    return {
+        "apart": apart(weights_of(fit, ours), weights_of(expected, module)),
+        "buffers": apart(dict(ours.named_buffers()), dict(module.named_buffers())),
+        "losses": ours.losses == module.losses,
+        "logged": logged_by(fit) == logged_by(expected),
+        "turns": [(name and names.index(name), len([*steps])) for name, steps in itertools.groupby(recorder.turns)],
+    }, [text for text in (str(each.message) for each in told) if "ran out of memory" in text]
 
 
 def ends_in_a_turn(error):
@@ -565,9 +597,19 @@ def test_plans_that_run_out_of_memory_leave_the_race_and_training_is_equal(ranks
             )
 
 
+def test_a_plan_that_runs_out_of_memory_on_a_longer_batch_leaves_in_a_later_step_of_its_turn(ranks):
+    for rank, (found, told) in enumerate(ranks(2).run(falls_back_later)):
+        assert (found["apart"], found["buffers"], found["losses"], found["logged"]) == (0.0, 0.0, True, True)
+        lengths = [("", WARM_UP_STEPS), (0, 3), (1, 1), ("", 1)]  # the step that is taken again is in no turn
+        assert found["turns"][:4] == lengths
+        assert found["turns"][4][0] == 2
+        assert len(told) == (rank == 0)
+        assert all(text.startswith("OSDP: rank 0 ran out of memory in backward of ") for text in told)
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, slow(SIGTERMException), slow(ValueError)])
 def test_an_error_in_a_turn_names_the_turn_and_leaves_nothing_of_the_race(ranks, error):
-    """Memory runs out in the third step of a turn, from which training does not go back."""
+    """Memory runs out in the third step of a turn, on a usual batch, from which training does not go back."""
     for text, is_racing, left, steps, turns, is_back, is_written in ranks(2).run(ends_in_a_turn, error=error):
         if error is torch.OutOfMemoryError:
             assert "nothing is left\nOSDP: rank " in text

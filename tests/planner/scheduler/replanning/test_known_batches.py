@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_osdp.planner.scheduler import KnownBatch, KnownBatches, Room
+from lightning_osdp.planner.scheduler import KnownBatch, KnownBatches, Room, RunBatches
 from lightning_osdp.planner.scheduler.replanning.known_batches import times_longer
 
 
@@ -58,3 +58,21 @@ def test_a_batch_has_the_first_plan_from_which_on_all_have_room():
     assert falling.plan_for(tokens((4, 96))) == 2
     assert falling.plan_for(tokens((4, 64))) == 0
     assert known.under([rooms(1.0), rooms(0.0)]).num_plans == 1
+
+
+def test_a_batch_that_was_too_long_leaves_room_for_shorter_ones_only():
+    assert Room(3.0, 4.0).below(4.0) == Room(3.0, 4.0)
+    less = Room(3.0, 4.0).below(2.0)
+    assert (1.999 < less.training < 2.0, less.evaluating) == (True, 4.0)
+    assert Room(3.0, 4.0).below(1.0).training == 0  # not even the known one fits
+    assert Room(3.0, 4.0).below(math.inf).training == 3.0  # other tensors
+
+
+def test_batches_that_have_been_run_are_known_by_the_longest():
+    run = RunBatches().after(tokens((4, 64))).after(tokens((2, 128)))
+    assert run.longest == (tokens((4, 64)), tokens((2, 128)))
+    assert [run.has_room(tokens(shape)) for shape in ((4, 64), (1, 100), (3, 100), (2, 129))] == [1, 1, 0, 0]
+    assert not run.has_room(tokens((4, 64), (4,)))
+    assert run.after(tokens((2, 64))) is run
+    assert run.after(tokens((4, 128))).longest == (tokens((4, 128)),)
+    assert not RunBatches().has_room(())
