@@ -29,9 +29,8 @@ THEN = """
     assert all(StrategyRegistry.available_strategies().count(name) == 1 for name in names)
     rest = {"accelerator": "cpu", "devices": 2, "logger": False}
     made = [L.Trainer(strategy=strategy, **rest).strategy for strategy in ("osdp", "osdp_spawn")]
-    for strategy in ("osdp", {"class_path": "OSDPStrategy", "init_args": {"memory_limit": "1GiB"}}):
-        cli = LightningCLI(BoringModel, run=False, args={"trainer": {"strategy": strategy, **rest}})
-        made.append(cli.trainer.strategy)
+    named = {"class_path": "OSDPStrategy", "init_args": {"memory_limit": "1GiB"}}
+    made.append(LightningCLI(BoringModel, run=False, args={"trainer": {"strategy": named, **rest}}).trainer.strategy)
     assert {type(each) for each in made} == {lightning_osdp.OSDPStrategy}
     assert made[1]._units.options.start_method == "spawn"
     assert lightning_osdp.OSDPStrategy is sys.modules["lightning_osdp.strategy"].OSDPStrategy

@@ -18,7 +18,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 TIMEOUT_S = 240
-_IMPORTED = ["tests.distributed.support.imported"]
+IMPORTED = ["tests.distributed.support.imported"]
 """Modules imported once, before ranks are forked."""
 
 
@@ -46,7 +46,7 @@ class RankPool:
 
     def _start(self):
         context = get_context(self._start_method)
-        context.set_forkserver_preload(_IMPORTED)
+        context.set_forkserver_preload(IMPORTED)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

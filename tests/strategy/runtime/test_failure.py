@@ -1,14 +1,18 @@
 """One rank's failure, told to the others through the process group's store."""
 
+import atexit
 import json
+import logging  # noqa: F401 (scripts use it)
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 import time
+import traceback
+from multiprocessing import get_context
 from types import SimpleNamespace
+from unittest import mock  # noqa: F401 (scripts use it)
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +20,8 @@ import torch.distributed as dist
 from lightning_osdp.strategy.runtime import failure
 from lightning_osdp.strategy.runtime.error_texts import explain_echo, print_one_line
 from lightning_osdp.strategy.runtime.failure import FailureWatch
-from lightning_osdp.strategy.runtime.ranks import SigtermWatch
+from lightning_osdp.strategy.runtime.ranks import RanksTogether, SigtermWatch, _bound_exit  # noqa: F401 (scripts)
+from tests.distributed.support.ranks import IMPORTED
 
 ECHO = RuntimeError("Connection closed by peer")
 WAIT_S = 60
@@ -94,31 +99,38 @@ def test_the_cause_is_logged_when_it_is_learned(watches, caplog):
     assert second._thread.is_alive()
 
 
-FORKS = """
-    import atexit, json, logging, os, sys, time
-    from unittest import mock
-
-    import torch.distributed as dist
-    from lightning_osdp.strategy.runtime import failure
-    from lightning_osdp.strategy.runtime.failure import FailureWatch
-    from lightning_osdp.strategy.runtime.ranks import RanksTogether, _bound_exit
-
+def run_in_forks(scripts, folder):
+    """Runs each script in a fork of this process, and writes what they print and their exit codes to the folder."""
     failure.TEARDOWN_S, failure.LAST_WORDS_S, failure.LINGER_S = 0.2, 0.2, 0.1
     names = {}
-    for name, script in json.load(sys.stdin).items():
+    for name, script in scripts.items():
         pid = os.fork()
         if not pid:
-            for number in (1, 2):
-                os.dup2(os.open(os.path.join(sys.argv[1], f"{name} {number}"), os.O_WRONLY | os.O_CREAT), number)
-            watch = FailureWatch(dist.HashStore(), "run", rank=0, world_size=2)
-            watch.start()
-            exec(script)
-            sys.exit()
+            _run(name, script, folder)
         names[pid] = name
-    codes = [os.wait() for _ in names]
-    json.dump({names[pid]: os.waitstatus_to_exitcode(status) for pid, status in codes}, sys.stdout)
-"""
-"""Runs each script in a fork of one interpreter, for importing takes longer than all that they do."""
+    codes = {names[pid]: os.waitstatus_to_exitcode(status) for pid, status in (os.wait() for _ in scripts)}
+    (folder / "codes").write_text(json.dumps(codes))
+
+
+def _run(name, script, folder):
+    """Runs a script in this process and ends it, with what an interpreter does as it ends."""
+    code = 1
+    try:
+        for number in (1, 2):
+            os.dup2(os.open(folder / f"{name} {number}", os.O_WRONLY | os.O_CREAT), number)
+        watch = FailureWatch(dist.HashStore(), "run", rank=0, world_size=2)
+        watch.start()
+        exec(script, {**globals(), "watch": watch})
+        code = 0
+    except SystemExit as ending:
+        code = ending.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+
 SCRIPTS = {
     "another rank": """
         failure.TEARDOWN_S, store = 120, dist.HashStore()
@@ -179,11 +191,13 @@ SCRIPTS = {
 def ended(tmp_path_factory):
     """Exit codes, standard output and standard error of all scripts, by name."""
     folder, scripts = tmp_path_factory.mktemp("forks"), {name: textwrap.dedent(code) for name, code in SCRIPTS.items()}
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FORKS), str(folder)]
-    done = subprocess.run(
-        command, input=json.dumps(scripts), stdout=subprocess.PIPE, text=True, timeout=120, check=True
-    )
-    codes = json.loads(done.stdout)
+    context = get_context("forkserver")  # the ranks': to import torch and Lightning takes longer than all scripts
+    context.set_forkserver_preload(IMPORTED)
+    process = context.Process(target=run_in_forks, args=(scripts, folder))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    codes = json.loads((folder / "codes").read_text())
     return {
         name: SimpleNamespace(
             returncode=codes[name],
