@@ -94,7 +94,7 @@ def within_lightning(names, in_nodes=False):
 @contextmanager
 def counted_collectives():
     """Counts calls by name while it is open."""
-    names = {"all_gather_single": "gather", "reduce_scatter_single": "reduce"}
+    names = {"all_gather_single": "gather", "all_to_all_single": "reduce"}  # gloo's reduce-scatters send all to all
     functions, counts = {name: getattr(dist, name) for name in names}, Counter()
 
     def counting(name):
