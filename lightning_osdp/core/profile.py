@@ -63,8 +63,6 @@ class OptimizerProfile:
     host_is_ahead: bool = False
     """True: the host begins with the update of a unit once its gradients are reduced, on copies of its states, where
     the device has streams, and computes meanwhile. `simulate` counts that; `make_plan` plans as if it were False."""
-    host_rent_s_per_byte: float = 0.0
-    """Seconds that count for each byte of the host's memory, in the search for a bound under a limit of that memory."""
     fixed_s: float = 0.0
     """Seconds of a step whatever the number of elements: each rank updates a part of every parameter."""
     is_foreach: bool = False

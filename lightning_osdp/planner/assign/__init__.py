@@ -21,7 +21,7 @@ from lightning_osdp.planner.assign.merging.join import apart_units, join_units, 
 from lightning_osdp.planner.assign.merging.share import share_units
 from lightning_osdp.planner.assign.merging.slices import ever_more_slices
 from lightning_osdp.planner.assign.prefetch import as_far_as_fits, assign_ahead
-from lightning_osdp.planner.assign.setting import Decided, Setting, Variants
+from lightning_osdp.planner.assign.setting import Decided, Setting
 
 __all__ = [
     "NO_GAIN",
@@ -30,7 +30,6 @@ __all__ = [
     "LeastSeconds",
     "Modes",
     "Setting",
-    "Variants",
     "apart_units",
     "applicable",
     "as_far_as_fits",

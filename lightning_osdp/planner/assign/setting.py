@@ -46,6 +46,7 @@ _OF_STEP = (
     "moving",
     "moving_mode",
     "host_room_bytes",
+    "host_rent_s_per_byte",
     "engine",
     "least_ahead",
     "counts_least_ahead",
@@ -105,6 +106,8 @@ class Setting(Step):
     host_room_bytes: int | None = None
     """Memory of the host within which units may have states there and copy what they save: then only as many units
     may as have room together. None: all may, however much that is."""
+    host_rent_s_per_byte: float = 0.0
+    """Seconds that count for each byte of the host's memory, in the search for a bound under a limit of that memory."""
     activations: tuple[str, ...] = (KEEP,)
     """Values of ``saves`` that units may take that are blocks."""
     decided: Decided = Decided()
@@ -360,8 +363,11 @@ class Costs:
     def unit_s(self, unit: UnitProfile, mode: Treatment, *terms: str) -> float:
         """Seconds of a step that a unit takes by these `cost.TERMS`, and for its update beyond that of ZDP."""
         step = self._setting
-        update_s = 0.0 if step.is_paper else more_optimizer_s(step.profile, step.cluster, unit, mode)
-        return update_s + sum(self._term_s(name, unit, mode) for name in terms)
+        terms_s = sum(self._term_s(name, unit, mode) for name in terms)
+        if step.is_paper:
+            return terms_s
+        rent = step.host_rent_s_per_byte
+        return terms_s + more_optimizer_s(step.profile, step.cluster, unit, mode, host_rent_s_per_byte=rent)
 
     def _term_s(self, name: str, unit: UnitProfile, mode: Treatment) -> float:
         """Seconds of one term, which is found once for all micro-batch sizes where samples have no say in it."""
@@ -452,7 +458,8 @@ class Costs:
     @cached_property
     def clock(self) -> StepClock:
         """The simulator of its time."""
-        return StepClock(self._setting, self._setting.engine)
+        setting = self._setting
+        return StepClock(setting, setting.engine, host_rent_s_per_byte=setting.host_rent_s_per_byte)
 
     def step_time_s(self, modes: Sequence[Treatment]) -> float:
         """Predicted seconds of one optimizer step: simulated, which is the sum where nothing overlaps."""

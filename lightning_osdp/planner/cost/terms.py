@@ -136,7 +136,9 @@ def optimizer_s(profile: ModelProfile, cluster: Cluster) -> float:
     return profile.optimizer.fixed_s + profile.optimizer.s_per_element * trainable / cluster.world_size
 
 
-def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile, mode: Treatment) -> float:
+def more_optimizer_s(
+    profile: ModelProfile, cluster: Cluster, unit: UnitProfile, mode: Treatment, *, host_rent_s_per_byte: float = 0.0
+) -> float:
     """Seconds that the optimizer step takes beyond `optimizer_s` for a unit over fewer ranks, or updated on the host.
 
     Where the host updates a rank's shard of n elements in B bytes, it waits for the device, copies the shard and its
@@ -150,8 +152,8 @@ def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile,
 
         t = n s_per_element + B host_copy_s_per_byte
 
-    Each byte of the host's memory takes `OptimizerProfile.host_rent_s_per_byte` on top. [Measured on CPU alone, where
-    copies are in one memory.]
+    Each byte of the host's memory takes ``host_rent_s_per_byte`` on top, in the search for a bound under a limit of
+    that memory. [Measured on CPU alone, where copies are in one memory.]
     """
     optimizer, effects = profile.optimizer, effects_of(mode)
     num_ranks, trainable = cluster.num_ranks(effects.sharded_over), sum(each.num_trainable for each in unit.operators)
@@ -160,16 +162,19 @@ def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile,
         copy_s = unit.trainable_bytes / num_ranks * cluster.host_copy_s_per_byte
         host_s = 3 * copy_s + optimizer.host_s_per_element * trainable / num_ranks
         own_s = own_s + copy_s if is_ahead(optimizer, cluster) else max(own_s, host_s)
-        if optimizer.host_rent_s_per_byte:
+        if host_rent_s_per_byte:
             pins = cluster.host_copies_overlap
             held = DEFAULT.layout([unit], optimizer, num_ranks, on_host=[True], pins=pins)
-            own_s += optimizer.host_rent_s_per_byte * held.host
+            own_s += host_rent_s_per_byte * held.host
     return own_s - optimizer.s_per_element * trainable / cluster.world_size
 
 
-def update_s(step: Step, modes: Sequence[Treatment]) -> float:
-    """Seconds of the optimizer step in these modes, one per unit."""
-    more_s = (more_optimizer_s(step.profile, step.cluster, *each) for each in zip(step.units, modes, strict=True))
+def update_s(step: Step, modes: Sequence[Treatment], *, host_rent_s_per_byte: float = 0.0) -> float:
+    """Seconds of the optimizer step in these modes, one per unit; ``host_rent_s_per_byte`` as of `more_optimizer_s`."""
+    more_s = (
+        more_optimizer_s(step.profile, step.cluster, *each, host_rent_s_per_byte=host_rent_s_per_byte)
+        for each in zip(step.units, modes, strict=True)
+    )
     return optimizer_s(step.profile, step.cluster) + sum(more_s)
 
 

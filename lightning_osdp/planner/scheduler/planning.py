@@ -19,7 +19,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.units import partition
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.planner.assign import Decided, Modes, Setting, Variants, assignment_of
+from lightning_osdp.planner.assign import Decided, Modes, Setting, assignment_of
 from lightning_osdp.planner.cost import unit_s
 from lightning_osdp.planner.engine import AUTO, FSDP2, effects_of, engine_of
 from lightning_osdp.planner.scheduler.competition import Competition
@@ -261,7 +261,7 @@ def _searched(
     lost_s = found.assignment.step_time_s * (1 - found.samples_per_s / best.samples_per_s)
     if lost_s > 0 and needed_bytes > found.host_bytes:
         rent_s = lost_s / (needed_bytes - found.host_bytes)
-        renting = sweep_in(None, given=_renting(first, rent_s))
+        renting = sweep_in(None, given=dataclasses.replace(first, host_rent_s_per_byte=rent_s))
         renting.best()
         most_samples_per_s = min(most_samples_per_s, renting.most_samples_per_s(rent_s * host_limit_bytes))
     return _plan(found, within, most_samples_per_s, host_limit_bytes)
@@ -336,13 +336,6 @@ def planned_setting(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tupl
         ),
     )
     return setting, modes
-
-
-def _renting(setting: Setting, rent_s_per_byte: float) -> Setting:
-    """Setting in which each byte of the host's memory takes so many seconds."""
-    optimizer = dataclasses.replace(setting.profile.optimizer, host_rent_s_per_byte=rent_s_per_byte)
-    profile = dataclasses.replace(setting.profile, optimizer=optimizer)
-    return dataclasses.replace(setting, profile=profile, variants=Variants())
 
 
 def _plan(best: Candidate, sweep: Sweep, most_samples_per_s: float, host_limit_bytes: int | None) -> Plan:

@@ -62,13 +62,14 @@ class StepClock:
     All blocks of the step keep what they save. A unit's events depend on its own mode alone, and the host takes the
     same turns in all modes: so those of any mix are taken from steps in which all units are treated alike. Where units
     are resident or move activations, others are gathered ahead in their place: such a step is gone through by itself.
+    ``host_rent_s_per_byte`` as of `cost.more_optimizer_s`.
     """
 
-    def __init__(self, step: Step, engine: FSDP2 = DEFAULT) -> None:
+    def __init__(self, step: Step, engine: FSDP2 = DEFAULT, *, host_rent_s_per_byte: float = 0.0) -> None:
         self.profile, self.cluster, self.engine = step.profile, step.cluster, engine
         self.num_micro_batches = step.workload.num_micro_batches
         self.durations = durations_of(step, engine)
-        self.units, self._step = step.units, step
+        self.units, self._step, self._host_rent_s_per_byte = step.units, step, host_rent_s_per_byte
         self._number_of: dict[Treatment, int] = {}
         self._effects: list[Effects] = []
         """Effects that were asked for so far, by number."""
@@ -97,7 +98,8 @@ class StepClock:
             else:
                 timeline.read_all(events)
             before = events
-        return StepTime(timeline.total_s(self.num_micro_batches) + update_s(self._step, modes), timeline.stalls_s)
+        updated_s = update_s(self._step, modes, host_rent_s_per_byte=self._host_rent_s_per_byte)
+        return StepTime(timeline.total_s(self.num_micro_batches) + updated_s, timeline.stalls_s)
 
     def _composed(self, modes: Sequence[Treatment]) -> list[list[Event]]:
         """Events of each micro-batch, of steps in which all units are treated alike; segments in a row are one."""
