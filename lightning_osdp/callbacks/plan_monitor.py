@@ -90,7 +90,7 @@ class PlanMonitor(pl.Callback):
     def _begin(self, trainer: pl.Trainer, plan: Plan) -> None:
         device = trainer.strategy.root_device
         self._plan = plan
-        self._clock, self._peak = StepClock(device), PeakCounter(device)
+        self._timer, self._peak = StepTimer(device), PeakCounter(device)
         self._steps: deque[tuple[float, int]] = deque(maxlen=_KEPT_STEPS)
         self._unlogged: list[tuple[float, int]] = []
         self._world_size = trainer.world_size
@@ -165,14 +165,14 @@ class PlanMonitor(pl.Callback):
             self._begin(trainer, plan)  # `change_plan` was called: measurements are of the old plan
         self._is_racing = bool(getattr(trainer.strategy, "is_racing", False))
         self._peak.start(trainer, batch, num_steps=self._num_peak_steps)
-        self._clock.start()
+        self._timer.start()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         size = 0 if self._plan is None else self._plan.micro_batch_size
-        self._clock.stop(num_samples=samples_in(batch, (size,)))
+        self._timer.stop(num_samples=samples_in(batch, (size,)))
         self._num_elements += elements_in(batch)
         self._peak.stop()
         if trainer.global_step == self._global_step:
@@ -180,7 +180,7 @@ class PlanMonitor(pl.Callback):
         self._global_step = trainer.global_step
         warm_up_steps = 1 if self._is_racing else WARM_UP_STEPS
         counts = self._num_steps >= warm_up_steps and not self._peak.is_counting and not self._is_away
-        self._clock.end_step(counts=counts)
+        self._timer.end_step(counts=counts)
         if counts:
             self._elements.append(self._num_elements)
         self._num_elements = 0
@@ -242,7 +242,7 @@ class PlanMonitor(pl.Callback):
             )
 
     def _take_finished(self, *, wait: bool = False) -> None:
-        finished = list(self._clock.finished(wait=wait))
+        finished = list(self._timer.finished(wait=wait))
         self._steps.extend(finished)
         self._unlogged += finished
         self._watched += [(seconds, self._elements.popleft()) for seconds, _ in finished]
@@ -311,8 +311,8 @@ class PlanMonitor(pl.Callback):
             self._peak.stop()
 
 
-class StepClock:
-    """Clock of optimizer steps that sums the seconds of their batches and never waits for the device.
+class StepTimer:
+    """Timer of optimizer steps that sums the seconds of their batches and never waits for the device.
 
     On CUDA, events mark when the device, not Python, begins and ends a batch; a step is finished once the device has
     passed its events. On CPU, operations have ended when they return, and Python's clock is read.

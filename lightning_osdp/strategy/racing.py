@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS, all_callbacks, callbacks_of, elements_in
-from lightning_osdp.callbacks.plan_monitor import PlanMonitor, StepClock
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor, StepTimer
 from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.duration import format_seconds
@@ -73,7 +73,7 @@ class Racing(pl.Callback):
 
     def __init__(self, trainer: pl.Trainer, units: Units, racers: Sequence[Racer], *, runs_dry: bool = False) -> None:
         self._units, self._runs_dry, self._tries = units, runs_dry, SecondTries(units)
-        self._clock, self._pace = StepClock(trainer.strategy.root_device), Pace()
+        self._timer, self._pace = StepTimer(trainer.strategy.root_device), Pace()
         self._global_step = trainer.global_step
         self._watched: Plan | None = None  # plan that the pace is of
         self._has_told_why_not = False  # why nothing is learned of a race
@@ -168,19 +168,19 @@ class Racing(pl.Callback):
                 self._next_turn(trainer)
         self._tries.fall_back = self._fall_back(trainer, batch)
         if self._is_timed:
-            self._clock.start()
+            self._timer.start()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._is_timed:
-            self._clock.stop(num_samples=elements_in(batch))
+            self._timer.stop(num_samples=elements_in(batch))
         if trainer.global_step != self._global_step:  # else gradients accumulate, and the optimizer step comes later
             self._global_step = trainer.global_step
             self._steps_left -= 1
             if self._is_timed:
-                self._clock.end_step()
+                self._timer.end_step()
 
     def _fall_back(self, trainer: pl.Trainer, batch: Any) -> Callable[[str], None] | None:
         """Way back from the turn if memory runs out on the batch that comes; None where it is known to suffice.
@@ -224,7 +224,7 @@ class Racing(pl.Callback):
 
     def _taken(self) -> list[tuple[float, int]]:
         """Seconds of each step since the last call, on the slowest rank, and elements of its batches on all ranks."""
-        by_step = zip(*all_gather_values([*self._clock.finished(wait=True)]), strict=True)
+        by_step = zip(*all_gather_values([*self._timer.finished(wait=True)]), strict=True)
         return [(max(each_s for each_s, _ in ranks), sum(number for _, number in ranks)) for ranks in by_step]
 
     def _next_turn(self, trainer: pl.Trainer) -> None:

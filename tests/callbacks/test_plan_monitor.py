@@ -25,7 +25,7 @@ def test_steps_that_have_become_slower_are_told_once(monitor, caplog):
     told = []
     for seconds in (1.0, 1.1, 1.2, 1.3):
         finished = [(seconds, 4)] * WATCHED_STEPS
-        monitor._clock = SimpleNamespace(finished=lambda wait, finished=finished: iter(finished))
+        monitor._timer = SimpleNamespace(finished=lambda wait, finished=finished: iter(finished))
         monitor._elements.extend([8] * WATCHED_STEPS)
         with caplog.at_level("INFO"):
             monitor._take_finished()

@@ -165,8 +165,8 @@ def test_steps_that_are_left_are_those_of_the_shortest_loader_of_all_ranks(monke
     assert racing._steps_left(trainer) == 40
 
 
-class Clock:
-    """A clock by which each step takes a second."""
+class Timer:
+    """A timer by which each step takes a second."""
 
     def __init__(self, _):
         self.ended, self.elements = [], 0
@@ -227,7 +227,7 @@ def test_plans_with_less_memory_race_once_where_hardly_any_is_left(monkeypatch, 
     planned, less, more = (
         racer(name, 1.0, peak_bytes=size) for name, size in (("the plan", 5), ("less", 4), ("more", 6))
     )
-    monkeypatch.setattr(racing, "StepClock", Clock)
+    monkeypatch.setattr(racing, "StepTimer", Timer)
     races, take = racing_with([planned])
     monkeypatch.setattr(racing, "WATCHED_STEPS", 2)
     monkeypatch.setattr(pace, "STEPS_APART", 4)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.measures.gpu.finding import Check, Finding
 from benchmarks.testbed.emulated.accelerator import compared
 from benchmarks.testbed.emulated.cuda import FakeCuda
-from lightning_osdp.callbacks.plan_monitor import StepClock
+from lightning_osdp.callbacks.plan_monitor import StepTimer
 from lightning_osdp.profiler import LiveBytes, default_memory_limit_bytes, is_out_of_memory
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.timing.operation_time import OperationRecorder
@@ -36,7 +36,7 @@ BATCH, HEADS, LENGTH, DEPTH = 2, 4, 128, 64
 
 
 def clock(_device: torch.device) -> Iterator[Finding]:
-    """The stopwatch and the clock of steps on a device whose kernels take what they are told."""
+    """The stopwatch and the timer of steps on a device whose kernels take what they are told."""
     cuda = torch.device("cuda", 0)
     for launch_s, kernel_s in ((5e-6, 1e-6), (5e-6, 5e-3), (40e-6, 8e-6)):
         with FakeCuda(launch_s=launch_s).installed() as device:
@@ -44,7 +44,7 @@ def clock(_device: torch.device) -> Iterator[Finding]:
         numbers = {"launch_us": launch_s * 1e6, "kernel_us": kernel_s * 1e6, "found_us": found_s * 1e6}
         yield Finding("emulated clock: kernels", is_good=abs(found_s / kernel_s - 1) < 1e-6, numbers=numbers)
     with FakeCuda().installed() as device:
-        steps = StepClock(cuda)
+        steps = StepTimer(cuda)
         for _ in range(3):
             steps.start()
             device.launch(0.5)

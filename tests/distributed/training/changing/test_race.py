@@ -90,13 +90,13 @@ def wrongly_measured_s(plan, choice):
 
 
 def stated(strategy, fastest, untried_s, *, is_wrong):
-    """A clock by which steps take 2 s under the plan of this place in the race, and 3 s on one of the ranks else.
+    """A timer by which steps take 2 s under the plan of this place in the race, and 3 s on one of the ranks else.
 
     Steps that are in no turn take ``untried_s``. If measuring ``is_wrong``, those in a turn take `wrongly_measured_s`,
     and a little less under the plan of this place.
     """
 
-    class Clock:
+    class Timer:
         def __init__(self, device):
             self.ended, self.elements = [], 0
 
@@ -121,7 +121,7 @@ def stated(strategy, fastest, untried_s, *, is_wrong):
             ended, self.ended = self.ended, []
             return iter(ended)
 
-    return Clock
+    return Timer
 
 
 def module_for(precision):
@@ -178,7 +178,7 @@ def fitted(
 
     with (
         without_measuring,
-        mock.patch.object(racing, "StepClock", stated(strategy, fastest, untried_s, is_wrong=is_wrong)),
+        mock.patch.object(racing, "StepTimer", stated(strategy, fastest, untried_s, is_wrong=is_wrong)),
         mock.patch.object(racing, "candidates", found),
     ):
         fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()), weights_only=False, **options)

@@ -1,4 +1,4 @@
-"""The clock, with events of a made-up device whose time is set by hand."""
+"""The timer, with events of a made-up device whose time is set by hand."""
 
 import time
 from collections import UserDict
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_osdp.callbacks.plan_monitor import StepClock
+from lightning_osdp.callbacks.plan_monitor import StepTimer
 from lightning_osdp.profiler import samples_in
 
 
@@ -50,62 +50,62 @@ def device(monkeypatch):
     return device
 
 
-def batch(clock, num_samples=4):
-    clock.start()
-    clock.stop(num_samples=num_samples)
+def batch(timer, num_samples=4):
+    timer.start()
+    timer.stop(num_samples=num_samples)
 
 
 def test_steps_are_told_once_the_device_has_ended_them(device):
-    clock = StepClock(torch.device("cuda"))
+    timer = StepTimer(torch.device("cuda"))
     for _ in range(3):
-        batch(clock)
-        clock.end_step()
-    assert list(clock.finished()) == []
+        batch(timer)
+        timer.end_step()
+    assert list(timer.finished()) == []
     device.num_passed = 3  # within the second step
-    assert list(clock.finished()) == [(0.001, 4)]
-    assert list(clock.finished()) == []
+    assert list(timer.finished()) == [(0.001, 4)]
+    assert list(timer.finished()) == []
     device.num_passed = 6
-    assert list(clock.finished()) == [(0.005, 4), (0.009, 4)]
+    assert list(timer.finished()) == [(0.005, 4), (0.009, 4)]
     assert device.num_waits == 0
 
 
 def test_waiting_is_for_the_end_only(device):
-    clock = StepClock(torch.device("cuda"))
-    batch(clock)
-    clock.end_step()
-    assert list(clock.finished(wait=True)) == [(0.001, 4)]
+    timer = StepTimer(torch.device("cuda"))
+    batch(timer)
+    timer.end_step()
+    assert list(timer.finished(wait=True)) == [(0.001, 4)]
     assert device.num_waits == 1
 
 
 def test_micro_batches_add_up_to_a_step(device):
-    clock = StepClock(torch.device("cuda"))
-    batch(clock, 4)
-    batch(clock, 3)
-    clock.end_step()
+    timer = StepTimer(torch.device("cuda"))
+    batch(timer, 4)
+    batch(timer, 3)
+    timer.end_step()
     device.num_passed = 3  # the second micro-batch goes on
-    assert list(clock.finished()) == []
+    assert list(timer.finished()) == []
     device.num_passed = 4
-    assert list(clock.finished()) == [(0.006, 7)]
+    assert list(timer.finished()) == [(0.006, 7)]
 
 
 def test_steps_that_do_not_count_are_forgotten(device):
-    clock = StepClock(torch.device("cuda"))
-    batch(clock)
-    clock.end_step(counts=False)
-    batch(clock)
-    clock.end_step()
+    timer = StepTimer(torch.device("cuda"))
+    batch(timer)
+    timer.end_step(counts=False)
+    batch(timer)
+    timer.end_step()
     device.num_passed = 4
-    assert list(clock.finished()) == [(0.005, 4)]
+    assert list(timer.finished()) == [(0.005, 4)]
 
 
 def test_on_cpu_a_batch_has_ended_when_it_returns(monkeypatch):
     times = iter([10.0, 10.5, 20.0, 20.25])
     monkeypatch.setattr(time, "perf_counter", lambda: next(times))
-    clock = StepClock(torch.device("cpu"))
-    batch(clock)
-    batch(clock)
-    clock.end_step()
-    assert list(clock.finished(wait=True)) == [(0.75, 8)]
+    timer = StepTimer(torch.device("cpu"))
+    batch(timer)
+    batch(timer)
+    timer.end_step()
+    assert list(timer.finished(wait=True)) == [(0.75, 8)]
 
 
 @dataclass
