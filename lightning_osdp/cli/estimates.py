@@ -261,7 +261,7 @@ class Strategies:
                 host_limit_bytes=host_limit_bytes,
                 micro_batch_size=policy,
                 search_space=SearchSpace(
-                    modes=tuple(NAMED_MODES) if self.stationary else SearchSpace.modes,
+                    modes=tuple(NAMED_MODES) if self.stationary else None,
                     states=states,
                     activations=tuple(self.activations) if is_free else ("keep",),
                 ),

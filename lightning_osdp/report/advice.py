@@ -119,7 +119,7 @@ def _moves(plan: Plan) -> Iterator[_Move]:
     for unit in plan.units if plan.world_size > 1 else ():
         changed = replace(unit, treatments=(freed_and_kept(unit.treatments[0])[1],) * unit.num_slices)
         more_s, more_bytes = changed.cost().beyond(unit.cost())
-        if more_s < 0 and changed.modes[0] in plan.search_space.modes:
+        if more_s < 0 and changed.modes[0] in plan.search_space.offered_modes:
             yield _Move(changed, more_bytes / -more_s)
     for block in plan.blocks if not plan.given_blocks else ():
         if block.costs_s > 0:
@@ -210,7 +210,7 @@ def _recompute(case: _Case) -> Iterator[Advice]:
 
 def _moving_activations(case: _Case) -> Iterator[Advice]:
     """Advice to move activations of operators, each by itself, whose weights take longer."""
-    modes = case.plan.offered.modes
+    modes = case.plan.offered.offered_modes
     changed = None if STATIONARY.name in modes else moving_operators(case.plan, case.profile, case.cluster)
     if changed is None:
         return

@@ -117,7 +117,7 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
             step_time_s=estimate.time_s,
             peak_bytes=estimate.peak.peak_bytes,
             spare_bytes=plan.memory_limit_bytes - estimate.peak.peak_bytes,
-            is_offered={*changed.modes} <= {*space.modes}
+            is_offered={*changed.modes} <= {*space.offered_modes}
             and changed.sync in space.sync
             and {each["states"] for each in changed.treatments} <= places
             and choice in space.saves,

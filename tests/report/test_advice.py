@@ -261,7 +261,7 @@ def test_operators_whose_activations_are_few_are_told_to_move_them(build, ranks)
         found = by_change(planned(profile, ranks, limit_bytes=MUCH), profile, ranks)["modes"]
         assert found.saves == pytest.approx(1 - step_s / 4)
         assert found.sentence == (
-            f"SearchSpace(modes={(*SPACE.modes, 'stationary')}) saves {1 - step_s / 4:.1%} of a step (4.00 s to"
+            f"SearchSpace(modes={(*SPACE.offered_modes, 'stationary')}) saves {1 - step_s / 4:.1%} of a step (4.00 s to"
             f" {step_s:.2f} s): activations of {operators} would move in place of weights"
         )
 
@@ -278,7 +278,7 @@ def test_operators_that_share_a_unit_move_activations_without_the_others(build, 
 
 def test_activations_are_not_told_to_move_where_that_is_offered_saves_little_or_does_not_fit(build, ranks):
     plan = planned(exchanging(build(), "a"), ranks, limit_bytes=MUCH)
-    offered = dataclasses.replace(SPACE, modes=(*SPACE.modes, "stationary"))
+    offered = dataclasses.replace(SPACE, modes=(*SPACE.offered_modes, "stationary"))
     for num_bytes, fields, is_told in (
         (17.0, {}, True),  # 0.67 s in place of 1.5 s: 21%
         (20.0, {}, False),  # 0.76 s: 18.5%

@@ -126,7 +126,9 @@ class Plan:
         """Search space with what its units do: they may move activations where nobody has named that."""
         space = self.search_space
         moves = any("moves" in treatment for unit in self.units for treatment in unit.treatments)
-        return replace(space, modes=(*space.modes, STATIONARY.name)) if moves and not space.may_move else space
+        if space.may_move or not moves:
+            return space
+        return replace(space, modes=(*space.offered_modes, STATIONARY.name))
 
     @property
     def given_blocks(self) -> dict[str, str]:

@@ -19,6 +19,9 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError
 
 
+_MOVING_WEIGHTS = tuple(name for name, mode in NAMED_MODES.items() if "moves" not in mode)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
     """Limits on the decisions of a plan.
@@ -28,13 +31,13 @@ class SearchSpace:
             value has another type.
     """
 
-    modes: tuple[str, ...] = tuple(name for name, mode in NAMED_MODES.items() if "moves" not in mode)
+    modes: tuple[str, ...] | None = None
     """Sharding modes that a unit may take: ``("ZDP",)`` frees every one after forward, ``("DP",)`` keeps all parameters
     gathered; ``("hpZ",)`` leaves a shard in each node; ``("HSDP", "HDP")`` shards in the node and replicates across. On
-    one node these are ZDP and DP. ``stationary`` moves activations of operators in place of their weights: of pairs,
-    too, where it is named; where modes are these default ones, of operators by themselves if a step is predicted to
-    take a fifth less so, and 0.1 s less. ``node_stationary`` moves them among the ranks of each node, where it is
-    named."""
+    one node these are ZDP and DP. ``resident`` keeps frozen units for ever. ``stationary`` moves activations of
+    operators and of pairs in place of their weights, and ``node_stationary`` among the ranks of each node. None: all in
+    which weights move, and operators by themselves may move activations if a step is predicted to take a fifth less so,
+    and 0.1 s less."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Micro-batches that may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""
@@ -54,7 +57,7 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         for name, given, choices in (
-            ("modes", self.modes, tuple(NAMED_MODES)),
+            ("modes", self.offered_modes, tuple(NAMED_MODES)),
             ("sync", self.sync, SYNC_CHOICES),
             ("states", self.states, STATES_CHOICES),
             ("activations", self.activations, (*ACTIVATION_CHOICES, SELECTIVE)),
@@ -62,7 +65,7 @@ class SearchSpace:
             members = _members(given)
             if not members or any(each not in choices for each in members):
                 raise ConfigurationError(f"SearchSpace({name}=...) must name at least one of {choices}, got {given!r}.")
-        if not modes_of(self.modes, self.sync):
+        if not modes_of(self.offered_modes, self.sync):
             raise ConfigurationError(
                 "SearchSpace(sync=('node',)) is for HSDP and HDP: expected one of them among modes, or another sync,"
                 f" got modes={self.modes!r}."
@@ -86,7 +89,13 @@ class SearchSpace:
             raise ConfigurationError(f"SearchSpace(share_units=...) must be True or False, got {self.share_units!r}.")
         # plans cannot store the lists and sets that users give
         for name in ("modes", "sync", "states", "slices", "activations"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else tuple(given))
+
+    @property
+    def offered_modes(self) -> tuple[str, ...]:
+        """`modes`, or those that are offered where nobody has named any."""
+        return _MOVING_WEIGHTS if self.modes is None else self.modes
 
     @property
     def saves(self) -> tuple[str, ...]:
@@ -96,7 +105,7 @@ class SearchSpace:
     @property
     def may_move(self) -> bool:
         """True if modes are named in which activations move."""
-        return any("moves" in NAMED_MODES[name] for name in self.modes)
+        return any("moves" in NAMED_MODES[name] for name in self.offered_modes)
 
     def of(self, profile: ModelProfile) -> ModelProfile:
         """The profile as far as these limits let it be used: without exchanges where activations are not to move."""

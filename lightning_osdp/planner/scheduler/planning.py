@@ -90,7 +90,7 @@ def make_plan(
     theirs, less the seconds of B bytes (Lagrange). Updates on the host are priced as if they waited for backward;
     `simulate` tells what backward hides of them.
 
-    Where the modes are the default ones, operators by themselves may move activations, too, if that is predicted to
+    Where no modes are named, operators by themselves may move activations, too, if that is predicted to
     save a fifth of the seconds for a sample, and 0.1 s of a step.
 
     Args:
@@ -137,13 +137,13 @@ def make_plan(
         progress=progress,
     )
     plan = searched(space.of(profile), space)
-    moved = moving_operators(plan, profile, cluster) if space.modes == SearchSpace.modes else None
+    moved = moving_operators(plan, profile, cluster) if space.modes is None else None
     if moved is None or not _is_worth_it(plan, 1 - simulate(moved, profile, cluster).time_s / plan.step_time_s):
         return plan
     alone = tuple(each for each in profile.exchanges if len(each.operators) == 1)
     other = searched(
         dataclasses.replace(profile, exchanges=alone),
-        dataclasses.replace(space, modes=(*space.modes, STATIONARY.name)),
+        dataclasses.replace(space, modes=(*space.offered_modes, STATIONARY.name)),
     )
     is_worth_it = _is_worth_it(plan, 1 - plan.samples_per_s / other.samples_per_s)
     return dataclasses.replace(other, search_space=space) if is_worth_it else plan
@@ -222,7 +222,7 @@ def _searched(
         units=partition(profile, min_unit_bytes=space.min_unit_bytes),
         cluster=cluster,
         workload=policy.workload(smallest),
-        modes=modes_of(space.modes, space.sync, space.states),
+        modes=modes_of(space.offered_modes, space.sync, space.states),
         engine=engine,
         cost_model=method.cost_model,
     )
@@ -326,7 +326,7 @@ def planned_setting(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tupl
         units=step.units,
         cluster=cluster,
         workload=step.workload,
-        modes=modes_of(plan.offered.modes, plan.offered.sync, plan.offered.states),
+        modes=modes_of(plan.offered.offered_modes, plan.offered.sync, plan.offered.states),
         engine=engine_of(plan),
         cost_model=plan.cost_model,
         decided=Decided(

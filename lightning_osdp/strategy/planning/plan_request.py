@@ -96,6 +96,9 @@ class PlanRequest:
         # a plan stores no activations in its search space where the user chose the blocks
         search_space, blocks = self.search_space, self.method.blocks
         search_space = search_space if blocks is None else replace(search_space, activations=("keep",))
+        used_space = plan.search_space
+        if search_space.modes is None and used_space.modes == search_space.offered_modes:
+            used_space = replace(used_space, modes=None)  # an older plan stores these where nobody has named any
         size = plan.micro_batch_size
         if size not in policy.micro_batch_sizes or policy.workload(size) != workload_of(plan):
             yield f"it is for {division_text(workload_of(plan))}, and training goes on in others"
@@ -105,7 +108,7 @@ class PlanRequest:
             ("backward_prefetch", plan.backward_prefetch, self.engine.backward_prefetch),
             ("forward_prefetch", plan.forward_prefetch, self.engine.forward_prefetch),
             ("activation_checkpointing_policy", plan.given_blocks, blocks or {}),
-            ("search_space", plan.search_space, search_space),
+            ("search_space", used_space, search_space),
         ):
             if requested not in (AUTO, used):
                 yield f"{name} is another one than it was made with"

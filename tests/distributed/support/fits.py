@@ -28,7 +28,7 @@ from lightning_osdp.profiler.machine import links, overlap, unit_overhead
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.models import BATCH_SIZE, build
 
-WEIGHTS = (*SearchSpace.modes[1:], SearchSpace.modes[0])
+WEIGHTS = SearchSpace().offered_modes
 """Modes that are offered by default, named: where links seem slow, activations move unasked else."""
 EVERYTHING = SearchSpace(modes=WEIGHTS, min_unit_bytes=0, share_units=False)
 

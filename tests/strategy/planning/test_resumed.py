@@ -234,7 +234,13 @@ def test_a_plan_that_was_made_for_something_else_is_not_kept(fit, resumed, reque
         return asked.plan(*given)[1]
 
     assert why() == ""
-    assert why(space=SearchSpace(slices=(1,))) == "search_space is another one than it was made with"
+    another = "search_space is another one than it was made with"
+    assert why(space=SearchSpace(slices=(1,))) == another
+    space, offered = request.search_space, request.search_space.offered_modes
+    assert why(space=dataclasses.replace(space, modes=offered)) == another
+    older = {**json.loads(request.saved_plan)["search_space"], "modes": [*offered]}  # as of 0.1
+    assert why(search_space=older) == ""
+    assert why(search_space={**older, "modes": ["DP"]}) == another
     ahead = dataclasses.replace(request.engine, forward_prefetch=True)
     assert why(ahead=ahead) == "forward_prefetch is another one than it was made with"
     assert why(world_size=2) == "the plan is for 2 ranks, this run has 1"

@@ -148,7 +148,7 @@ def test_the_search_space_holds_for_candidates():
         for plan, profile, cluster in (each for seed in FEW for each in planned(seed, search_space=space)):
             for each in candidates(plan, profile, cluster, may_round=True):
                 modes = {mode for unit in each.plan.units if unit.name for mode in unit.modes}
-                assert modes <= set(space.modes)
+                assert modes <= set(space.offered_modes)
                 assert each.plan.blocks == () or "recompute" in space.activations
 
 
@@ -241,5 +241,5 @@ def test_the_search_space_holds_for_thriftier_plans():
         for plan, profile, cluster in (each for seed in FEW for each in planned(seed, search_space=space)):
             found = thriftier(plan, profile, cluster, num_samples=8 * plan.micro_batch_size)
             modes = {mode for unit in found.units if unit.name for mode in unit.modes}
-            assert modes <= set(space.modes)
+            assert modes <= set(space.offered_modes)
             assert found.blocks == () or "recompute" in space.activations
