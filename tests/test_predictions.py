@@ -50,7 +50,7 @@ def drawn_mode(draw, setting, unit):
     syncs = ["every", "last", "node"] if name in {"HSDP", "HDP"} else ["every", "last"]
     saves = unit.block is not None and len(setting.activations) > 1
     return NAMED_MODES[name].but(
-        reduce=draw.choice(syncs) if waits else "every",
+        sync=draw.choice(syncs) if waits else "every",
         saves=draw.choice(["keep", "recompute", "offload"]) if saves else "keep",
     )
 

@@ -44,7 +44,7 @@ def _leave(unit: ShardedUnit, meshes: Meshes) -> None:
         resident.set_resident(unit.handle, is_resident=effects.is_resident)
 
 
-def _reduce(unit: ShardedUnit, is_last: bool) -> None:
+def _sync(unit: ShardedUnit, is_last: bool) -> None:
     """Sets whether backward reduces gradients, or reduces them between nodes.
 
     A unit that stays from one micro-batch to the next is resharded in the backward that reduces.
@@ -64,7 +64,7 @@ APPLIERS: Mapping[str, Applier] = {
     "keep": Applier(
         make=lambda unit, _: {"reshard_after_forward": not effects_of(unit.treatment).is_kept}, change=_leave
     ),
-    "reduce": Applier(accumulate=_reduce),
+    "sync": Applier(accumulate=_sync),
     "states": Applier(),  # optimizers carry it out, where they step and are loaded: see `host_updates`
 }
 """Applier of each axis of units."""

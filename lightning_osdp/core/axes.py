@@ -82,7 +82,7 @@ def _keep_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
     return value != "node" or (subject.has_nodes and subject.is_reached and treatment["home"] == "all")
 
 
-def _reduce_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
+def _sync_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
     """Tells if gradients can be reduced so: in nodes alone only where the unit is sharded there.
 
     Units that stay unsharded for ever have no gradients. Where activations move, each micro-batch makes the gradients
@@ -135,7 +135,7 @@ AXES: Mapping[str, Axis] = {
         ),
         # Micro-batches that reduce a unit's gradients: every one; every one inside of nodes and the last one between
         # them; or the last one, until which gradients are whole, and a unit that is kept stays unsharded.
-        Axis(name="reduce", on="unit", values=("every", "node", "last"), default="every", applies=_reduce_applies),
+        Axis(name="sync", on="unit", values=("every", "node", "last"), default="every", applies=_sync_applies),
         # Place of what an optimizer keeps of a unit's parameters: the memory of the host, which then updates the rows
         # of this rank, or of the device.
         Axis(
@@ -170,8 +170,8 @@ class Treatment(Mapping[str, str]):
 
     Example:
         >>> kept = Treatment(keep="whole")
-        >>> kept["keep"], kept["reduce"], dict(kept.but(reduce="last", keep="nothing"))
-        ('whole', 'every', {'reduce': 'last'})
+        >>> kept["keep"], kept["sync"], dict(kept.but(sync="last", keep="nothing"))
+        ('whole', 'every', {'sync': 'last'})
     """
 
     __slots__ = ("_chosen",)
@@ -314,7 +314,7 @@ MODES = {name: mode for name, mode in NAMED_MODES.items() if mode.within(_EVERYW
 """Named modes that apply to any unit on any cluster, in the same order."""
 
 SYNC_CHOICES = ("every", "last", "node")
-"""Values of ``reduce``, in the order in which they are offered."""
+"""Values of ``sync``, in the order in which they are offered."""
 
 STATES_CHOICES = ("device", "host")
 """Values of ``states``, in the order in which they are offered."""
@@ -342,9 +342,9 @@ def values_of(activations: Iterable[str]) -> tuple[str, ...]:
     return tuple(value for name in activations for value in (LEVELS if name == SELECTIVE else (name,)))
 
 
-def named(*names: str, reduce: str = "every") -> tuple[Treatment, ...]:
+def named(*names: str, sync: str = "every") -> tuple[Treatment, ...]:
     """Treatments of these names, with gradients reduced likewise in all of them."""
-    return tuple(NAMED_MODES[name].but(reduce=reduce) for name in names)
+    return tuple(NAMED_MODES[name].but(sync=sync) for name in names)
 
 
 def freed_and_kept(treatment: Treatment) -> tuple[Treatment, Treatment]:
@@ -370,10 +370,10 @@ def modes_of(
     offered_of = {axis.name: axis.values for axis in AXES.values() if axis.on == "unit"} | {
         "states": tuple(value for value in AXES["states"].values if value in states)
     }
-    others = {name: of for name, of in offered_of.items() if name not in {*_OF_NAMES, "reduce"}}
+    others = {name: of for name, of in offered_of.items() if name not in {*_OF_NAMES, "sync"}}
     values = [dict(zip(others, each, strict=True)) for each in product(*others.values())]
     offered = (
-        mode.but(reduce=each, **more) for each in SYNC_CHOICES if each in sync for mode in modes for more in values
+        mode.but(sync=each, **more) for each in SYNC_CHOICES if each in sync for mode in modes for more in values
     )
     return tuple(each for each in offered if each.within(ANYTHING) == each)
 

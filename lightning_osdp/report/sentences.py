@@ -27,7 +27,7 @@ NOT_PREDICTED = "not predicted"
 ONE_RANK = "modes make no difference with one rank"
 LARGE_LOSS = 0.05
 """Fraction of the peak that logits and loss must take for a line of their own."""
-_TOLD = frozenset({"moves", "home", "keep", "reduce"})
+_TOLD = frozenset({"moves", "home", "keep", "sync"})
 """Axes that names of treatments tell, and `name_treatment` in words of its own."""
 _WAYS = {
     "recompute": "recomputed in backward",
@@ -85,7 +85,7 @@ def name_treatment(unit: Unit) -> str:
         text = f"{unit.modes[0]} {unit.exchange}" if effects_of(unit.treatments[0]).exchanges else unit.modes[0]
     else:
         text = " + ".join(f"{counts[mode]} {mode}" for mode in NAMED_MODES if counts[mode])
-    if "reduce" in unit.treatments[0]:
+    if "sync" in unit.treatments[0]:
         text += f"\nsync {unit.sync}"
     others = dict.fromkeys(each for own in unit.treatments for each in own.items() if each[0] not in _TOLD)
     return "\n".join([text, *(f"{axis} {value}" for axis, value in others)])
@@ -134,7 +134,7 @@ def _explain_mode(units: Sequence[Unit], plan: Plan) -> str:
             f" keeping the rest would {_if_kept(keeping_more, 1 - share, plan)}"
         )
     if effects_of(unit.treatments[0]).holds_whole_gradients:
-        waiting = [each.with_least("reduce").cost().beyond(each.cost()) for each in units]
+        waiting = [each.with_least("sync").cost().beyond(each.cost()) for each in units]
         why += f"; {_takes(waiting, 1.0)} held between micro-batches {_saves(waiting, 1.0, 'save')}"
     if any(effects_of(option.treatment).exchanges for option in unit.menu):
         why += f"; moving activations would send {_sent(units, plan, is_moving=True)} a step, which is"
@@ -375,7 +375,7 @@ def whole_gradient_bytes(plan: Plan) -> int:
     if plan.num_micro_batches == 1:
         return 0
     waiting = (unit for unit in plan.units if effects_of(unit.treatments[0]).holds_whole_gradients)
-    return round(sum(unit.cost().beyond(unit.with_least("reduce").cost()).num_bytes for unit in waiting))
+    return round(sum(unit.cost().beyond(unit.with_least("sync").cost()).num_bytes for unit in waiting))
 
 
 def format_span(values: Iterable[float], form: Callable[[float], str]) -> str:

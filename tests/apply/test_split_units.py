@@ -48,11 +48,11 @@ def test_slices_are_units_with_modes_of_their_own():
 
 def test_all_slices_reduce_when_their_unit_does():
     plan = split_plan({"block.0": ("ZDP", "DP", "ZDP"), "tied": ("DP", "DP")}, 2)
-    units = tuple(unit.treated(reduce="last" if unit.name == "block.0" else "every") for unit in plan.units)
+    units = tuple(unit.treated(sync="last" if unit.name == "block.0" else "every") for unit in plan.units)
     plan = dataclasses.replace(plan, units=units)
     with fake_group(2):
         sharded = ShardedModel.planned(Layers(), plan, device=CPU)
-        waiting = [unit.name for unit in sharded.units if unit.treatment["reduce"] == "last"]
+        waiting = [unit.name for unit in sharded.units if unit.treatment["sync"] == "last"]
         assert waiting == [f"block.0.slices.{index}" for index in range(3)]
 
 

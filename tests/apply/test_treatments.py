@@ -16,10 +16,10 @@ def test_every_axis_of_units_has_an_applier():
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (None, ZDP, ["moves", "home", "keep", "reduce", "states"]),
+        (None, ZDP, ["moves", "home", "keep", "sync", "states"]),
         (ZDP, ZDP, []),
         (ZDP, DP, ["keep"]),
-        (DP, ZDP.but(reduce="last"), ["keep", "reduce"]),
+        (DP, ZDP.but(sync="last"), ["keep", "sync"]),
         (HDP, DP, []),  # an axis that cannot change is refused before
     ],
 )

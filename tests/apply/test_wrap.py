@@ -121,7 +121,7 @@ def test_a_unit_of_two_dtypes_is_refused_before_anything_is_sharded():
 
 def test_units_reduced_last_add_up_whole_gradients_until_one_micro_batch_reduces():
     made = plan(NESTED)
-    units = [unit.treated(reduce="last" if unit.name == "block.1" else "every") for unit in made.units]
+    units = [unit.treated(sync="last" if unit.name == "block.1" else "every") for unit in made.units]
     sharded = ShardedModel.planned(Nested(), dataclasses.replace(made, units=tuple(units)), device=CPU)
 
     def reducing():

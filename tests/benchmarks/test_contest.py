@@ -218,9 +218,9 @@ def test_what_is_frozen_sends_no_gradients(way, frozen, trained, num_micro_batch
 
 def test_units_that_accumulate_in_the_node_are_all_reduced_once():
     plan = HYBRID.plan(build("tiny"), world_size=4, node_size=2, micro_batch_size=1, num_micro_batches=4)
-    units = [replace(unit.treated(reduce="node"), parameter_bytes=100) for unit in plan.units]
+    units = [replace(unit.treated(sync="node"), parameter_bytes=100) for unit in plan.units]
     assert sent_bytes(replace(plan, units=tuple(units))) == pytest.approx(100 * len(units))
-    every = [unit.treated(reduce="every") for unit in units]
+    every = [unit.treated(sync="every") for unit in units]
     assert sent_bytes(replace(plan, units=tuple(every))) == pytest.approx(400 * len(units))
 
 

@@ -31,7 +31,7 @@ def test_operators_that_change_alike_are_told_together(plan):
 
 
 def test_sync_activations_and_prefetch_are_compared(plan):
-    after = changed(plan, "head", reduce="last")
+    after = changed(plan, "head", sync="last")
     after = dataclasses.replace(
         after,
         blocks=(Block(name="h.3", treatment=Treatment(saves="recompute")),),

@@ -31,8 +31,8 @@ def test_treatments_are_found_by_their_names_least_memory_first():
     expected = [("ZDP", ZDP), ("hpZ", HPZ), ("DP", DP), ("resident", RESIDENT), ("HSDP", HSDP), ("HDP", HDP)]
     expected += [("stationary", STATIONARY), ("node_stationary", NODE_STATIONARY)]
     assert list(NAMED_MODES.items()) == expected
-    assert [mode.but(reduce="last", saves="recompute").name for mode in NAMED_MODES.values()] == [*NAMED_MODES]
-    assert named("DP", "HSDP", reduce="last") == (DP.but(reduce="last"), HSDP.but(reduce="last"))
+    assert [mode.but(sync="last", saves="recompute").name for mode in NAMED_MODES.values()] == [*NAMED_MODES]
+    assert named("DP", "HSDP", sync="last") == (DP.but(sync="last"), HSDP.but(sync="last"))
 
 
 def test_those_without_nodes_are_there_on_any_cluster_for_any_unit():
@@ -41,17 +41,17 @@ def test_those_without_nodes_are_there_on_any_cluster_for_any_unit():
 
 def test_without_nodes_a_treatment_is_what_it_is_over_all_ranks():
     for mode, plain in ((ZDP, ZDP), (HPZ, ZDP), (DP, DP), (HSDP, ZDP), (HDP, DP)):
-        last = mode.but(reduce="last", saves="recompute")
-        assert last.within(ONE_NODE) == plain.but(reduce="last", saves="recompute")
+        last = mode.but(sync="last", saves="recompute")
+        assert last.within(ONE_NODE) == plain.but(sync="last", saves="recompute")
         assert mode.needs_nodes == (mode is not plain)
-    assert HDP.but(reduce="node").within(ONE_NODE) == DP
+    assert HDP.but(sync="node").within(ONE_NODE) == DP
 
 
 def test_values_apply_where_their_axes_say():
     assert Treatment(keep="node", home="node").within(ANYTHING) == HSDP
-    assert DP.but(reduce="node").within(ANYTHING) == DP
+    assert DP.but(sync="node").within(ANYTHING) == DP
     assert HPZ.within(Subject(is_reached=False)) == ZDP
-    assert HDP.but(reduce="last").within(Subject(may_wait=False)) == HDP
+    assert HDP.but(sync="last").within(Subject(may_wait=False)) == HDP
     saving = Treatment(saves="offload")
     assert saving.within(Subject(profiled=["recompute"])) == ZDP
     assert saving.within(Subject(profiled=["recompute", "offload"])) == saving
@@ -62,19 +62,19 @@ def test_what_is_trained_in_nodes_or_reduces_its_gradients_later_does_not_stay_f
     assert RESIDENT.within(frozen) == RESIDENT
     assert RESIDENT.within(Subject(may_stay=False)) == ZDP
     assert RESIDENT.but(home="node").within(frozen) == HSDP
-    assert RESIDENT.but(reduce="last").within(frozen) == RESIDENT
+    assert RESIDENT.but(sync="last").within(frozen) == RESIDENT
 
 
 def test_what_moves_activations_gathers_nothing_and_is_over_all_ranks_or_those_of_a_node():
     assert STATIONARY.within(ANYTHING) == STATIONARY
     assert STATIONARY.within(Subject(may_exchange=False)) == ZDP
     assert NODE_STATIONARY.within(ONE_NODE) == STATIONARY
-    others = {"keep": ("node", "whole", "always"), "reduce": ("last", "node")}
+    others = {"keep": ("node", "whole", "always"), "sync": ("last", "node")}
     for mode in (STATIONARY, NODE_STATIONARY):
         for axis, values in others.items():
             assert [mode.but(**{axis: value}).within(ANYTHING) for value in values] == [mode] * len(values)
     assert [mode for mode in treatments_of(ANYTHING) if "moves" in mode] == [STATIONARY, NODE_STATIONARY]
-    assert modes_of(["stationary", "DP"]) == (DP, STATIONARY, DP.but(reduce="last"))
+    assert modes_of(["stationary", "DP"]) == (DP, STATIONARY, DP.but(sync="last"))
 
 
 def test_what_frees_and_what_keeps_a_unit_are_over_the_same_ranks():
@@ -92,20 +92,20 @@ def test_what_frees_and_what_keeps_a_unit_are_over_the_same_ranks():
 
 def test_only_treatments_that_there_are_are_offered():
     assert modes_of(["DP", "HSDP"], ["last", "node"]) == (
-        DP.but(reduce="last"),
-        HSDP.but(reduce="last"),
-        HSDP.but(reduce="node"),
+        DP.but(sync="last"),
+        HSDP.but(sync="last"),
+        HSDP.but(sync="node"),
     )
 
 
 def test_defaults_are_left_out_and_equal_treatments_are_one():
-    kept = Treatment(reduce="last", keep="whole", home="all", saves="keep")
-    assert (dict(kept), kept["home"], "home" in kept) == ({"keep": "whole", "reduce": "last"}, "all", False)
-    assert repr(kept) == "Treatment(keep='whole', reduce='last')"
-    assert (kept, hash(kept)) == (DP.but(reduce="last"), hash(DP.but(reduce="last")))
+    kept = Treatment(sync="last", keep="whole", home="all", saves="keep")
+    assert (dict(kept), kept["home"], "home" in kept) == ({"keep": "whole", "sync": "last"}, "all", False)
+    assert repr(kept) == "Treatment(keep='whole', sync='last')"
+    assert (kept, hash(kept)) == (DP.but(sync="last"), hash(DP.but(sync="last")))
     assert kept != ZDP != {}
     assert kept.only("keep", "saves") == DP
-    assert kept.of_all_slices == Treatment(reduce="last")
+    assert kept.of_all_slices == Treatment(sync="last")
     assert pickle.loads(pickle.dumps(kept)) == kept
     assert not ZDP
 

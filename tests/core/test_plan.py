@@ -98,7 +98,7 @@ def plans(draw: st.DrawFn) -> Plan:
             kind=draw(NAMES),
             treatments=named(
                 *tuple(draw(st.lists(st.sampled_from([*MODES]), min_size=1, max_size=4))),
-                reduce=draw(st.sampled_from(("every", "last"))),
+                sync=draw(st.sampled_from(("every", "last"))),
             ),
             parameter_bytes=draw(BYTES),
             time_s=draw(TIMES),
@@ -508,7 +508,7 @@ def test_an_unknown_cost_model_is_refused():
         (
             {"treatments": [{"compute": "later"}]},
             (
-                "axes of the plan at Plan.units[1].treatments[0] to be among ('moves', 'home', 'keep', 'reduce',"
+                "axes of the plan at Plan.units[1].treatments[0] to be among ('moves', 'home', 'keep', 'sync',"
                 " 'states', 'saves'), got 'compute'."
             ),
         ),
@@ -645,6 +645,13 @@ def in_nodes(**fields):
     return dataclasses.replace(PLAN, units=units, **{"world_size": 8, "node_size": 4, **fields})
 
 
+def test_a_plan_in_which_sync_has_its_earlier_name_is_read():
+    plan = dataclasses.replace(PLAN, units=tuple(unit.treated(sync="last") for unit in PLAN.units))
+    text = plan.to_json()
+    assert text.count('"sync": "last"') == sum(unit.num_slices for unit in PLAN.units)
+    assert Plan.from_json(text.replace('"sync": "last"', '"reduce": "last"')) == plan
+
+
 def test_a_plan_of_schema_3_is_read():
     document = json.loads(
         dataclasses.replace(PLAN, blocks=(Block(name="a", treatment=Treatment(saves="offload")),)).to_json()
@@ -656,7 +663,7 @@ def test_a_plan_of_schema_3_is_read():
         del unit["menu"]
         unit |= {"modes": modes, "sync": sync, "keep_saves_s": -1.0, "accumulate_costs_bytes": 3}
     read = Plan.from_json(json.dumps(document))
-    assert [unit.treatments for unit in read.units] == [named("DP"), named("ZDP", "DP", "DP", reduce="last")]
+    assert [unit.treatments for unit in read.units] == [named("DP"), named("ZDP", "DP", "DP", sync="last")]
     assert (read.schema_version, read.blocks[0].activations) == (SCHEMA_VERSION, "offload")
     assert Plan.from_json(read.to_json()) == read
     document["units"][1]["modes"] = ["TP"]
@@ -667,13 +674,13 @@ def test_a_plan_of_schema_3_is_read():
     document["units"][1] |= {"modes": ["ZDP"], "sync": "never"}
     refused(
         json.dumps(document),
-        "Expected the plan at Plan.units[1].treatments[0].reduce to be one of ('every', 'node', 'last'), got 'never'.",
+        "Expected the plan at Plan.units[1].treatments[0].sync to be one of ('every', 'node', 'last'), got 'never'.",
     )
 
 
 def test_slices_of_an_operator_are_sharded_over_the_same_ranks():
     units = (ROOT, HEAD.in_modes("HSDP", "ZDP"))
-    message = "all slices of unit 'head' of the plan to have the same values of .*'home', 'reduce', 'saves'.*, got"
+    message = "all slices of unit 'head' of the plan to have the same values of .*'home', 'sync', 'saves'.*, got"
     with pytest.raises(PlanFormatError, match=message):
         Plan.from_json(dataclasses.replace(in_nodes(), units=units).to_json())
 
@@ -685,7 +692,7 @@ def test_what_is_reduced_in_the_node_first_is_sharded_there(mode):
         return dataclasses.replace(in_nodes(), units=tuple(units))
 
     assert Plan.from_json(plan("HSDP").to_json()) == plan("HSDP")
-    with pytest.raises(PlanFormatError, match="'reduce' of 'node' does not go with the others"):
+    with pytest.raises(PlanFormatError, match="'sync' of 'node' does not go with the others"):
         Plan.from_json(plan(mode).to_json())
 
 

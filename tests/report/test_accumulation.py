@@ -19,7 +19,7 @@ def plan(*units, size=4, number=8, world_size=4, trains=True):
         each = (modes,) if isinstance(modes, str) else modes
         whole = MIB * (world_size - 1) // world_size if trains else 0  # in place of a rank's part
         of_unit = {"parameter_bytes": MIB, "menu": menu(0.0, MIB, 0.0, whole)}
-        made.append(Unit(name=f"{index}", operators=(), kind="", treatments=named(*each, reduce=sync), **of_unit))
+        made.append(Unit(name=f"{index}", operators=(), kind="", treatments=named(*each, sync=sync), **of_unit))
     return bare_plan(made, world_size=world_size, micro_batch_size=size, num_micro_batches=number)
 
 

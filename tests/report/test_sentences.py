@@ -35,7 +35,7 @@ LINEAR = Unit(
 )
 KEPT = LINEAR.in_modes("DP")
 HALF = LINEAR.in_modes("ZDP", "DP", "DP", "ZDP")
-WAITS = dataclasses.replace(KEPT.treated(reduce="last"), menu=menu(1.2e-3, 4 * MIB, 2.4e-3, 8 * MIB))
+WAITS = dataclasses.replace(KEPT.treated(sync="last"), menu=menu(1.2e-3, 4 * MIB, 2.4e-3, 8 * MIB))
 PLAN = Plan(
     fingerprint={},
     world_size=2,
@@ -91,7 +91,7 @@ def test_equal_units_come_together_and_other_modes_of_the_same_operators_next():
         {"kind": "Conv1d"},
         {"treatments": named("DP")},
         {"treatments": named("ZDP", "ZDP")},
-        {"treatments": named("ZDP", reduce="last")},
+        {"treatments": named("ZDP", sync="last")},
         {"treatments": (Treatment(states="host"),)},
         {"parameter_bytes": 1},
         {"name": ""},
@@ -139,8 +139,8 @@ def test_a_long_list_of_names_is_cut_and_counted():
         ({"treatments": named("DP", "ZDP", "DP", "DP")}, "1 ZDP + 3 DP"),
         ({"treatments": named("ZDP", "ZDP")}, "2 ZDP"),
         ({"treatments": named("DP", "DP")}, "2 DP"),
-        ({"treatments": named("ZDP", reduce="last")}, "ZDP\nsync last"),
-        ({"treatments": named("DP", reduce="last")}, "DP\nsync last"),
+        ({"treatments": named("ZDP", sync="last")}, "ZDP\nsync last"),
+        ({"treatments": named("DP", sync="last")}, "DP\nsync last"),
     ],
 )
 def test_the_mode_is_given_per_slice_with_what_departs_from_plain_fsdp(change, text):
@@ -292,7 +292,7 @@ def test_the_gap_is_certified_and_so_rounded_up(gap, sentence):
         (ONE_RANK, "none: modes make no difference with one rank"),
         (dataclasses.replace(PLAN, units=(ROOT, LINEAR)), "none: this plan is plain FSDP"),
         (
-            dataclasses.replace(PLAN, units=(ROOT, LINEAR, LINEAR.treated(reduce="last"))),
+            dataclasses.replace(PLAN, units=(ROOT, LINEAR, LINEAR.treated(sync="last"))),
             "25.0% more samples/s than plain FSDP: 250 ms a step, peak 48.0 MiB",
         ),
         (

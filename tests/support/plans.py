@@ -19,9 +19,9 @@ def menu(keep_s=0.0, keep_bytes=0, wait_s=0.0, wait_bytes=0, *, node_s=0.0, node
     With ``node_bytes``, it may leave a shard of so many bytes in each node, which saves so much.
     """
     options = {
-        mode.but(reduce=reduce): (keeps * keep_s + waits * wait_s, keeps * keep_bytes + waits * wait_bytes)
+        mode.but(sync=sync): (keeps * keep_s + waits * wait_s, keeps * keep_bytes + waits * wait_bytes)
         for keeps, mode in enumerate(named("ZDP", "DP"))
-        for waits, reduce in enumerate(("every", "last"))
+        for waits, sync in enumerate(("every", "last"))
     }
     if node_bytes is not None:
         options[HPZ] = (node_s, node_bytes)
@@ -44,7 +44,7 @@ def keeping(unit):
 
 def waiting(unit):
     """Seconds that reducing gradients in the last micro-batch alone saves, parameters as planned, and the bytes."""
-    return _price(unit, [unit.treatments[0].but(reduce=reduce) for reduce in ("every", "last")])
+    return _price(unit, [unit.treatments[0].but(sync=sync) for sync in ("every", "last")])
 
 
 def _price(unit, before_and_after):

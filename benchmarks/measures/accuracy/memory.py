@@ -243,7 +243,7 @@ def _modes(case: Case, units: Sequence[UnitProfile]) -> list[Treatment]:
     syncs = ["every", "last"] if case.sync == "mix" else [case.sync]
     can_wait = case.num_micro_batches > 1 and case.world_size > 1
     return [
-        mode.but(reduce=draw.choice([*syncs, "node"] if mode["home"] == "node" else syncs))
+        mode.but(sync=draw.choice([*syncs, "node"] if mode["home"] == "node" else syncs))
         if can_wait and not unit.is_root
         else mode
         for unit, mode in zip(units, modes, strict=True)
@@ -291,7 +291,7 @@ def _plan(profile: ModelProfile, units: Sequence[UnitProfile], case: Case) -> Pl
                 name=unit.name,
                 operators=tuple(operator.name for operator in unit.operators),
                 kind=unit.kind,
-                treatments=named(*_modes_of_slices(case, unit, mode), reduce=mode["reduce"]),
+                treatments=named(*_modes_of_slices(case, unit, mode), sync=mode["sync"]),
             )
             for unit, mode in zip(units, _modes(case, units), strict=True)
         ),

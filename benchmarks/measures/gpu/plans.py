@@ -53,9 +53,7 @@ def _with_exchanges(module: Family, world_size: int, num_samples: int) -> Plan:
 def _with_waiting(module: Family, world_size: int, num_samples: int) -> Plan:
     """All units reduce their gradients in the last of two micro-batches."""
     plan = replace(mixed_plan(module, world_size, num_samples), num_micro_batches=2)
-    units = (
-        replace(unit, treatments=tuple(each.but(reduce="last") for each in unit.treatments)) for unit in plan.units
-    )
+    units = (replace(unit, treatments=tuple(each.but(sync="last") for each in unit.treatments)) for unit in plan.units)
     return replace(plan, units=tuple(units))
 
 

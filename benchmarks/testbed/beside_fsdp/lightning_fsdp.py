@@ -122,7 +122,7 @@ class Way:
         return replace(
             plan,
             units=tuple(
-                replace(unit, treatments=tuple(each.but(reduce=sync).within(ANYTHING) for each in unit.treatments))
+                replace(unit, treatments=tuple(each.but(sync=sync).within(ANYTHING) for each in unit.treatments))
                 for unit in plan.units
             ),
             blocks=Block.recomputing(blocks),

@@ -37,7 +37,7 @@ def _unit_from_schema_3(unit: dict[str, Any]) -> dict[str, Any]:
         return unit
     prices = {"keep_saves_s", "keep_costs_bytes", "accumulate_saves_s", "accumulate_costs_bytes"}
     left = {name: value for name, value in unit.items() if name not in {"modes", "sync", *prices}}
-    treatments = [{**NAMED_MODES[mode], "reduce": sync} if mode in [*NAMED_MODES] else mode for mode in modes]
+    treatments = [{**NAMED_MODES[mode], "sync": sync} if mode in [*NAMED_MODES] else mode for mode in modes]
     return {**left, "treatments": treatments}
 
 

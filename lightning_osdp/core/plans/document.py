@@ -109,6 +109,9 @@ def _read_fields(kind: Any, value: Any, where: str) -> Any:
 
 def _read_treatment(value: Any, where: str) -> Treatment:
     _check(isinstance(value, dict), "an object of values by axis", value, where)
+    value = {
+        "sync" if name == "reduce" else name: chosen for name, chosen in value.items()
+    }  # as plans of 0.2.0.dev0 had it
     for name, chosen in value.items():
         if name not in AXES:
             raise PlanFormatError(f"Expected axes of {where} to be among {tuple(AXES)}, got {shown(name)}.")

@@ -72,7 +72,7 @@ class Unit:
     @property
     def sync(self) -> str:
         """Micro-batches that reduce gradients: one of ``core.axes.SYNC_CHOICES``."""
-        return self.treatments[0]["reduce"]
+        return self.treatments[0]["sync"]
 
     @property
     def wrapped_modules(self) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ class Unit:
 
     def in_modes(self, *names: str, sync: str | None = None) -> Unit:
         """The unit with treatments of these names, one per slice; ``sync`` None leaves gradient reduction as it is."""
-        return replace(self, treatments=named(*names, reduce=self.sync if sync is None else sync))
+        return replace(self, treatments=named(*names, sync=self.sync if sync is None else sync))
 
     def treated(self, **changed: str) -> Unit:
         """The unit with other values in some axes, in all slices."""

@@ -18,7 +18,6 @@ from lightning_osdp.core.axes import (
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError
 
-
 _MOVING_WEIGHTS = tuple(name for name, mode in NAMED_MODES.items() if "moves" not in mode)
 
 

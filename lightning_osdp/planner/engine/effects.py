@@ -173,7 +173,7 @@ def effects_of(treatment: Treatment) -> Effects:
         return Effects(sharded_over=home, left_over=home, reductions=(sums, sums), exchanges=True)
     left_over = {"nothing": home, "node": "node", "whole": "one", "always": "one"}[treatment["keep"]]
     is_resident = treatment["keep"] == "always"
-    reductions = _REDUCTIONS[home, treatment["reduce"]]
+    reductions = _REDUCTIONS[home, treatment["sync"]]
     return Effects(
         sharded_over=home,
         left_over=left_over,

@@ -105,7 +105,7 @@ class Competition:
         With several micro-batches, gradients are reduced in each or, where that is offered, in the last one.
         """
         # ZDP in every micro-batch, whether it was offered or not
-        setting = replace(setting, modes=modes_of([ZDP.name], {"every", *(mode["reduce"] for mode in setting.modes)}))
+        setting = replace(setting, modes=modes_of([ZDP.name], {"every", *(mode["sync"] for mode in setting.modes)}))
         for each in self._keeping_and_recomputing(setting):
             yield each, each.all_zdp_modes
             last = tuple(options[-1] for options in each.costs.options)

@@ -308,7 +308,7 @@ def _with_user_windows(plan: Plan, windows: Windows | None) -> Plan:
     """Gives a plan the user's micro-batches, each of which reduces all gradients."""
     size = plan.micro_batch_size if windows is None else windows.micro_batch_size
     number = plan.micro_batch_size * plan.num_micro_batches // size
-    units = tuple(unit.treated(reduce="every") for unit in plan.units)
+    units = tuple(unit.treated(sync="every") for unit in plan.units)
     return replace(plan, micro_batch_size=size, num_micro_batches=number, units=units)
 
 

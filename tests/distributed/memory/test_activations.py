@@ -74,7 +74,7 @@ def plan_with(module, activations, *, units, modes, num_micro_batches, sync):
         chosen |= {name: SLICES[kind] for name in chosen if (kind := name.rpartition(".")[2]) in SLICES}
     world_size = dist.get_world_size()
     plan = plan_of(module, chosen, world_size=world_size, micro_batch_size=4, num_micro_batches=num_micro_batches)
-    synced = tuple(unit.treated(reduce=sync if unit.name else "every") for unit in plan.units)
+    synced = tuple(unit.treated(sync=sync if unit.name else "every") for unit in plan.units)
     blocks = [
         Block(name=name, treatment=Treatment(saves=choice), kept=KEPT.get(choice, ()))
         for name, choice in zip(BLOCKS, POLICIES[activations], strict=True)

@@ -95,7 +95,7 @@ def planned(modes="dp", *, number=2, sync=("last", "every"), **options):
     """A plan for `Restless`; units take turns in when they reduce."""
     plan = plan_for(Restless(), modes, world_size=dist.get_world_size(), num_micro_batches=number)
     units = [
-        unit.treated(reduce=sync[index % len(sync)] if unit.name and number > 1 else "every")
+        unit.treated(sync=sync[index % len(sync)] if unit.name and number > 1 else "every")
         for index, unit in enumerate(plan.units)
     ]
     return agreed(dataclasses.replace(plan, units=tuple(units), **options))

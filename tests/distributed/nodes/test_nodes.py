@@ -245,7 +245,7 @@ def refused_inside_a_step():
     """Returns the error of a change of the plan while gradients are reduced in nodes alone, and if it goes after."""
     plan = plan_in_nodes("hsdp")
     root, *units = plan.units
-    units = [root, *(unit.treated(reduce="node") for unit in units)]
+    units = [root, *(unit.treated(sync="node") for unit in units)]
     waiting = dataclasses.replace(plan, units=tuple(units))
     run, (first, *_) = parts.Run(waiting), batches()
     with run.model.accumulating():

@@ -177,7 +177,7 @@ class Net(L.LightningModule):
 
 def unit_of(modes, sync="every", **fields):
     """A unit of a plan by the names of its modes."""
-    return Unit(kind="", treatments=named(*modes, reduce=sync), **fields)
+    return Unit(kind="", treatments=named(*modes, sync=sync), **fields)
 
 
 def blocks_of(described):

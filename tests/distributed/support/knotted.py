@@ -47,7 +47,7 @@ def plan_with(kinds, num_micro_batches, dtype="float64", of=Knotted):
         module, modes, world_size=dist.get_world_size(), micro_batch_size=4, num_micro_batches=num_micro_batches
     )
     syncs = {unit: sync for unit, (_, sync) in zip(UNITS, kinds, strict=True)}
-    units = tuple(unit.treated(reduce=syncs.get(unit.name, "every")) for unit in plan.units)
+    units = tuple(unit.treated(sync=syncs.get(unit.name, "every")) for unit in plan.units)
     if any(NAMED_MODES[mode].needs_nodes for mode, _ in kinds):
         units = tuple(unit if unit.name else unit.in_modes("HDP") for unit in units)
         plan = dataclasses.replace(plan, node_size=2)

@@ -215,5 +215,5 @@ def apart(one, other):
 
 
 def with_sync(plan, sync):
-    units = tuple(unit.treated(reduce=sync if unit.name else "every") for unit in plan.units)
+    units = tuple(unit.treated(sync=sync if unit.name else "every") for unit in plan.units)
     return dataclasses.replace(plan, units=units)

@@ -80,7 +80,7 @@ def split_plan(kind, module, world_size, num_micro_batches=1, *, is_shifted=Fals
     modes = {name: (*chosen, *("DP",) * (slices - len(chosen))) for name, chosen in modes.items()}
     plan = plan_of(module, modes, world_size=world_size, micro_batch_size=4, num_micro_batches=num_micro_batches)
     units = (
-        unit.treated(reduce="last" if num_micro_batches > 1 and index % 2 else "every")
+        unit.treated(sync="last" if num_micro_batches > 1 and index % 2 else "every")
         for index, unit in enumerate(plan.units)
     )
     return dataclasses.replace(plan, units=tuple(units))

@@ -59,7 +59,7 @@ def plan_with(make, kind, *, sync="every", dtype="float64", **options):
     chosen = {name: modes[index % len(modes)] for index, name in enumerate(units_of(module))}
     given = {"world_size": dist.get_world_size(), "micro_batch_size": BATCH_SIZE, "forward_prefetch": True, **options}
     plan = plan_of(module, chosen, **given)
-    units = [unit.treated(reduce=sync if unit.name else "every") for unit in plan.units]
+    units = [unit.treated(sync=sync if unit.name else "every") for unit in plan.units]
     if kind in ("node", "nodes"):
         units = [unit if unit.name else unit.in_modes("HDP") for unit in units]
         plan = dataclasses.replace(plan, node_size=2)

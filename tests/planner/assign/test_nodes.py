@@ -71,13 +71,13 @@ def test_what_is_reduced_in_the_node_holds_no_whole_gradients_between_micro_batc
     found = given(setting, num_micro_batches=3)
     memory = found.costs.memory
     for place, unit in enumerate(memory.order):
-        mode = NAMED_MODES[reduced].but(reduce="node")
+        mode = NAMED_MODES[reduced].but(sync="node")
         assert mode in found.costs.options[unit]
         kept = memory.gathered_bytes[place] if effects_of(mode).is_kept else 0.0
         assert memory.held(place, mode) == (kept, memory.more_states_bytes(unit, mode))
         assert memory.more_states_bytes(unit, mode) > 0
     only = dataclasses.replace(found, modes=modes_of(["HSDP", "HDP"]))
-    assert [options[0]["reduce"] for options in only.costs.menus[1:]] == ["node"] * len(OPERATORS)
+    assert [options[0]["sync"] for options in only.costs.menus[1:]] == ["node"] * len(OPERATORS)
 
 
 def test_without_nodes_what_would_be_left_in_one_is_sharded(setting):

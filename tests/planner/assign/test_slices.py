@@ -49,7 +49,7 @@ def test_no_operator_has_more_slices_than_are_offered_or_than_it_has_features(wi
 
 def test_slices_of_an_operator_reduce_their_gradients_alike(wide):
     split = next(ever_more_slices(wide.at(1, 4), (1, 2)))
-    last = DP.but(reduce="last")
+    last = DP.but(sync="last")
     chosen = {"": DP, "a": last, "large.slices.0": last, "large.slices.1": ZDP, "b": DP}
     agreed = agreed_on(split, tuple(chosen[unit.name] for unit in split.units))
     assert dict(zip([unit.name for unit in split.units], agreed, strict=True)) == {**chosen, "large.slices.0": DP}

@@ -24,7 +24,7 @@ from tests.support.steps import step_of
 
 FROZEN = {"frozen": True, "num_trainable": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
 QUIET = {**FROZEN, "activation_bytes_per_sample": 0}
-LETTERS = {"D": DP, "Z": ZDP, "d": DP.but(reduce="last"), "z": ZDP.but(reduce="last")}
+LETTERS = {"D": DP, "Z": ZDP, "d": DP.but(sync="last"), "z": ZDP.but(sync="last")}
 
 
 @pytest.fixture

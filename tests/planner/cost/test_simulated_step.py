@@ -99,7 +99,7 @@ def test_the_closed_form_is_no_less_than_the_peak_of_any_modes(model, operator, 
     units = partition(profile, min_unit_bytes=min_unit_bytes)
     may_wait = arguments["workload"].num_micro_batches > 1 and arguments["world_size"] > 1
     modes = [
-        DP if unit.is_root else (DP if dp else ZDP).but(reduce="last" if may_wait and last else "every")
+        DP if unit.is_root else (DP if dp else ZDP).but(sync="last" if may_wait and last else "every")
         for unit, dp, last in zip(units, kept, waits, strict=False)
     ]
     exact = exact_peak(judged(profile, units, **arguments), modes, engine=arguments["engine"]).peak_bytes

@@ -237,8 +237,8 @@ ROOT, UNIT = partition(ModelProfile.in_turn([OPERATOR]), min_unit_bytes=0)
         (ZDP, {"gather": 2, "flatten": 1, "reduce": 1}, {}),
         (DP, {"gather": 1, "flatten": 1, "reduce": 1}, {}),
         # the last micro-batch reduces, all others accumulate
-        (ZDP.but(reduce="last"), {"gather": 2, "flatten": 1, "accumulate": 1}, {"reduce": 1, "accumulate": -1}),
-        (DP.but(reduce="last"), {"flatten": 1, "accumulate": 1}, {"gather": 1, "reduce": 1, "accumulate": -1}),
+        (ZDP.but(sync="last"), {"gather": 2, "flatten": 1, "accumulate": 1}, {"reduce": 1, "accumulate": -1}),
+        (DP.but(sync="last"), {"flatten": 1, "accumulate": 1}, {"gather": 1, "reduce": 1, "accumulate": -1}),
     ],
 )
 def test_parts_are_charged_as_often_as_they_happen(mode, per_micro_batch, once, num_micro_batches):
@@ -335,7 +335,7 @@ def test_a_frozen_unit_saves_no_reducing_in_the_last_micro_batch_only(mode):
     unit = of_one_operator(parameter(250_000, is_trainable=False))
     workload = Workload(micro_batch_size=1, num_micro_batches=4)
     every_s, last_s = (
-        overhead_s(unit, mode.but(reduce=sync), cluster=CLUSTER, workload=workload) for sync in ("every", "last")
+        overhead_s(unit, mode.but(sync=sync), cluster=CLUSTER, workload=workload) for sync in ("every", "last")
     )
     gathers = 3 if mode == DP else 0  # a unit that is kept is gathered once a step
     assert every_s - last_s == pytest.approx(gathers * EACH_S["gather"])

@@ -33,7 +33,7 @@ def with_unit(**fields):
 OFFLOADED = dataclasses.replace(PLAN, blocks=(Block(name="b", treatment=Treatment(saves="offload")),))
 CHANGES = {
     "keep": with_unit(treatments=named("ZDP", "DP")),
-    "reduce": with_unit(treatments=named("DP", "ZDP", reduce="last")),
+    "sync": with_unit(treatments=named("DP", "ZDP", sync="last")),
     "saves": OFFLOADED,
     "backward_prefetch": dataclasses.replace(PLAN, backward_prefetch="none"),
     "forward_prefetch": dataclasses.replace(PLAN, forward_prefetch=True),

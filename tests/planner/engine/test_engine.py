@@ -39,7 +39,7 @@ def test_zdp_gathers_in_forward_and_again_in_backward_and_dp_once():
 
 
 def test_with_four_micro_batches_only_dp_that_reduces_in_the_last_gathers_once_a_step():
-    found = {(mode.name, mode["reduce"]): collectives(mode, num_micro_batches=4) for mode in ALL_MODES}
+    found = {(mode.name, mode["sync"]): collectives(mode, num_micro_batches=4) for mode in ALL_MODES}
     assert found == {
         ("ZDP", "every"): (8, 4),
         ("DP", "every"): (4, 4),
@@ -139,7 +139,7 @@ def test_a_unit_that_is_called_again_may_not_wait(model, operator, cluster):
         cluster=cluster(2),
         workload=Workload(micro_batch_size=1, num_micro_batches=2),
     )
-    assert [{mode["reduce"] for mode in options} for options in found.costs.options] == [
+    assert [{mode["sync"] for mode in options} for options in found.costs.options] == [
         {"every"},
         {"every", "last"},
         {"every"},

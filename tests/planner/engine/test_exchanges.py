@@ -227,7 +227,7 @@ def silent(units):
 def test_the_clock_says_what_is_simulated(step, num_micro_batches, prefetch, overlaps):
     found, engine = step("row", num_micro_batches, overlaps=overlaps), FSDP2(backward_prefetch=prefetch)
     clock = StepClock(found, engine)
-    for modes in ((DP, ZDP, STATIONARY, DP), (DP, DP.but(reduce="last"), STATIONARY, ZDP), (DP, DP, ZDP, DP)):
+    for modes in ((DP, ZDP, STATIONARY, DP), (DP, DP.but(sync="last"), STATIONARY, ZDP), (DP, DP, ZDP, DP)):
         assert clock.step(modes).time_s == pytest.approx(simulate_step(found, modes, engine=engine).time_s)
 
 

@@ -228,7 +228,7 @@ def test_paddings_are_gathered_and_sent_but_no_gradients():
 def test_gradients_that_wait_are_whole_and_added_to_in_place(mode):
     w = ROWS * (COLUMNS + 1) * 4
     mode = {"ZDP": ZDP, "DP": DP}[mode.name]
-    last = mode.but(reduce="last")
+    last = mode.but(sync="last")
     found, _ = moments(linears(4, 4), last, FSDP2(), world_size=2, num_micro_batches=3)
     assert max(moment.parts["accumulated gradients"] for moment in found) == NUM_UNITS * w
     forward = [moment for moment in found if moment.phase == "forward"]
@@ -255,7 +255,7 @@ def test_gradients_are_sent_and_wait_in_the_dtype_of_reducing():
     found, _ = moments(profile, ZDP, FSDP2(backward_prefetch="none"), world_size=2, copies=False)
     (first, *_) = [moment for moment in found if moment.phase == "reduce-scatter"]
     assert first.parts["unsharded gradients"] == 4 * elements + 4 * elements / 2 + 2 * ROWS
-    last = ZDP.but(reduce="last")
+    last = ZDP.but(sync="last")
     found, _ = moments(profile, last, FSDP2(backward_prefetch="none"), world_size=2, num_micro_batches=3)
     assert max(moment.parts["accumulated gradients"] for moment in found) == NUM_UNITS * 4 * elements
     (first, *_) = [moment for moment in found if moment.phase == "reduce-scatter"]

@@ -181,9 +181,9 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch):
                 seen.clear()
                 is_last = index == num_micro_batches - 1
                 for module, mode in zip(modules, modes, strict=True):
-                    waits = mode["reduce"] == "last" and not is_last
+                    waits = mode["sync"] == "last" and not is_last
                     module.set_requires_gradient_sync(not waits, recurse=False)
-                    if mode["reduce"] == "node":
+                    if mode["sync"] == "node":
                         module.set_requires_all_reduce(is_last, recurse=False)
                     stays = effects_of(mode).is_resident or (waits and effects_of(mode).is_kept)
                     module.set_reshard_after_backward(not stays, recurse=False)
@@ -240,7 +240,7 @@ def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, settin
     profile, units = profiled(**CASES[case])
     if by_block:
         units = merged(profile, units, BLOCKS)
-    of_nodes = [mode.but(reduce=sync) for mode in (HSDP, HDP) for sync in SYNC_CHOICES]
+    of_nodes = [mode.but(sync=sync) for mode in (HSDP, HDP) for sync in SYNC_CHOICES]
     for place, mode in enumerate((*ALL_MODES, RESIDENT, HPZ, *of_nodes)):
         for ahead, asynchronous, prefetch, number in settings[place % len(settings)]:
             engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)

@@ -20,7 +20,7 @@ from tests.support.tiers import examples
 
 
 def unit(name, *modes, sync="every", **costs):
-    return Unit(name=name, operators=(name,), kind="Linear", treatments=named(*modes, reduce=sync), time_s=1.0, **costs)
+    return Unit(name=name, operators=(name,), kind="Linear", treatments=named(*modes, sync=sync), time_s=1.0, **costs)
 
 
 PLAN = Plan(
@@ -70,7 +70,7 @@ def test_a_unit_that_holds_parameters_and_gradients_between_micro_batches_frees_
 )
 def test_whatever_such_a_unit_frees_first_nothing_is_counted_twice(reduce_s, first):
     # two micro-batches: a gather of a second in place of four, a reduction in place of two
-    (freed, kept_), waits = named("ZDP", "DP"), {"reduce": "last"}
+    (freed, kept_), waits = named("ZDP", "DP"), {"sync": "last"}
     options = {
         freed: (0.0, 0),
         freed.but(**waits): (reduce_s, 50),

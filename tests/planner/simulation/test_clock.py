@@ -99,7 +99,7 @@ def chosen(found, choices):
     waits = found.workload.num_micro_batches > 1 and found.cluster.world_size > 1
     modes = []
     for unit, choice in zip(found.units, choices, strict=False):
-        mode = choice if waits and found.engine.may_wait(unit) else choice.but(reduce="every")
+        mode = choice if waits and found.engine.may_wait(unit) else choice.but(sync="every")
         has_nodes, is_reached = found.cluster.has_nodes, unit.last >= unit.trained_from
         may = {"may_stay": not unit.gradient_bytes, "may_exchange": unit.exchange is not None}
         mode = mode.within(Subject(has_nodes=has_nodes, is_reached=is_reached, **may))

@@ -59,7 +59,7 @@ def agreed_on(setting: Setting, modes: Modes) -> Modes:
         slices = [places[part] for part in slice_names(name, number)]
         if len({modes[index].of_all_slices for index in slices}) > 1:
             for index in slices:
-                mode, options = modes[index].but(home="all", reduce="every"), setting.costs.options[index]
+                mode, options = modes[index].but(home="all", sync="every"), setting.costs.options[index]
                 agreed[index] = mode if mode in options else options[0]
     return tuple(agreed)
 

@@ -248,7 +248,7 @@ class _Variants:
                     self.made(late, _all(), ahead=self.engine.without_prefetch(ahead)),
                 ]
             for value in plan.search_space.sync if may_round and plan.num_micro_batches > 1 else ():
-                found.append(self.made(f"gradients reduced in {value} micro-batch", _all(reduce=value)))
+                found.append(self.made(f"gradients reduced in {value} micro-batch", _all(sync=value)))
         found += self._recomputing_otherwise()
         yield from (each for each in found if each is not None)
 

@@ -61,7 +61,7 @@ def _with_modes(plan, draw):
 
 
 def _with_sync(plan, draw):
-    units = [unit.treated(reduce=draw.choice(["every", "last"]) if unit.name else "every") for unit in plan.units]
+    units = [unit.treated(sync=draw.choice(["every", "last"]) if unit.name else "every") for unit in plan.units]
     return dataclasses.replace(plan, units=tuple(units))
 
 
@@ -200,7 +200,7 @@ def refusals():
     refused(
         "no block", dataclasses.replace(plan, blocks=(Block(name="nowhere", treatment=Treatment(saves="recompute")),))
     )
-    refused("no mode", dataclasses.replace(plan, units=(root, units[0].treated(reduce="node"), *units[1:])))
+    refused("no mode", dataclasses.replace(plan, units=(root, units[0].treated(sync="node"), *units[1:])))
     refused("another on one rank", dataclasses.replace(other, notes=(f"rank {rank}",)))
     refused("nonsense on one rank", dataclasses.replace(other, world_size=9) if rank else other)
     refused("a part", other, of=module.pair)

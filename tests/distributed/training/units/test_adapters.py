@@ -220,20 +220,20 @@ def test_frozen_bytes_are_gathered_once_and_all_others_as_a_closed_form_has_them
         assert found["num_trained"] < (12 if share is None else 24)  # adapters
 
 
-def treated(unit, keep, reduce):
+def treated(unit, keep, sync):
     """The unit with a treatment, as far as it applies: only frozen ones are resident, and then reduce nothing."""
     if not unit.name:
         return unit
     if keep != "always":
-        return unit.treated(keep=keep, reduce=reduce)
-    return unit.treated(keep="whole", reduce=reduce) if unit.gradient_bytes else unit.treated(keep=keep, reduce="every")
+        return unit.treated(keep=keep, sync=sync)
+    return unit.treated(keep="whole", sync=sync) if unit.gradient_bytes else unit.treated(keep=keep, sync="every")
 
 
 def sent_by_treatment(num_micro_batches):
     """Bytes that a plan sends in a step, by treatment, beside those that are counted after the first step."""
     base, found = planned(num_micro_batches), {}
-    for keep, reduce in itertools.product(("nothing", "whole", "always"), ("every", "last")):
-        units = tuple(treated(unit, keep, reduce) for unit in base.units)
+    for keep, sync in itertools.product(("nothing", "whole", "always"), ("every", "last")):
+        units = tuple(treated(unit, keep, sync) for unit in base.units)
         plan = dataclasses.replace(base, units=units)
         with Collectives() as collectives:
             counting = BytesOfSteps(collectives)
@@ -246,7 +246,7 @@ def sent_by_treatment(num_micro_batches):
                 callbacks=[counting],
             )
         first, _, last = counting.sent
-        found[keep, reduce] = wire_bytes(plan), sent_of(last - first) / 2
+        found[keep, sync] = wire_bytes(plan), sent_of(last - first) / 2
     return found
 
 

@@ -43,7 +43,7 @@ def made(plan, most):
 
 def with_syncs(plan, syncs):
     turns = itertools.cycle(syncs)
-    units = tuple(unit.treated(reduce=next(turns)) if unit.name else unit for unit in plan.units)
+    units = tuple(unit.treated(sync=next(turns)) if unit.name else unit for unit in plan.units)
     return dataclasses.replace(plan, units=units)
 
 

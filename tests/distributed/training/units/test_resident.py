@@ -111,13 +111,13 @@ def resident(plan):
     module = made()
     trained = {name.rpartition(".")[0] for name, each in module.named_parameters() if each.requires_grad}
     frozen = [unit.name for unit in plan.units if unit.name and trained.isdisjoint(unit.operators)]
-    units = [unit.treated(keep="always", reduce="every") if unit.name in frozen else unit for unit in plan.units]
+    units = [unit.treated(keep="always", sync="every") if unit.name in frozen else unit for unit in plan.units]
     return dataclasses.replace(plan, units=tuple(units)), frozen
 
 
-def planned(kind=Adapters, modes="mixed", dtype=torch.float64, reduce="every", num_micro_batches=1):
+def planned(kind=Adapters, modes="mixed", dtype=torch.float64, sync="every", num_micro_batches=1):
     plan = plan_for(made(kind, dtype), modes, world_size=dist.get_world_size(), num_micro_batches=num_micro_batches)
-    units = [unit.treated(reduce=reduce) if unit.name else unit for unit in plan.units]
+    units = [unit.treated(sync=sync) if unit.name else unit for unit in plan.units]
     return resident(dataclasses.replace(plan, units=tuple(units)))
 
 
@@ -183,11 +183,11 @@ JOINED = (("backbone.0", "backbone.2"), ("layers.0.frozen", "layers.1.frozen"))
 """Modules of units, where some have several."""
 
 
-def trains_like_ddp(kind, modes, reduce, num_micro_batches, joined=(), recomputed=()):
+def trains_like_ddp(kind, modes, sync, num_micro_batches, joined=(), recomputed=()):
     """Difference from DDP, gathers of each resident unit, with validation in between, and which kinds backward ends."""
     options = {"accumulate_grad_batches": num_micro_batches, "limit_val_batches": 2, "val_check_interval": 2}
     options["max_steps"] = 4
-    plan, frozen = planned(Adapters, modes, reduce=reduce, num_micro_batches=num_micro_batches)
+    plan, frozen = planned(Adapters, modes, sync=sync, num_micro_batches=num_micro_batches)
     for modules in joined:
         plan, frozen = with_unit(plan, modules), [name for name in frozen if name not in modules[1:]]
     blocks = tuple(Block(name=name, treatment=Treatment(saves="recompute")) for name in recomputed)
@@ -202,7 +202,7 @@ def trains_like_ddp(kind, modes, reduce, num_micro_batches, joined=(), recompute
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "modes", "reduce", "num_micro_batches", "joined", "recomputed"),
+    ("number", "kind", "modes", "sync", "num_micro_batches", "joined", "recomputed"),
     [
         slow(2, Adapters, "mixed", "every", 1, (), ()),
         slow(2, AllGiven, "zdp", "every", 3, (), ()),
@@ -213,9 +213,9 @@ def trains_like_ddp(kind, modes, reduce, num_micro_batches, joined=(), recompute
     ],
 )
 def test_what_is_frozen_is_gathered_once_and_training_is_that_of_ddp(
-    ranks, number, kind, modes, reduce, num_micro_batches, joined, recomputed
+    ranks, number, kind, modes, sync, num_micro_batches, joined, recomputed
 ):
-    arguments = {"kind": kind, "modes": modes, "reduce": reduce, "num_micro_batches": num_micro_batches}
+    arguments = {"kind": kind, "modes": modes, "sync": sync, "num_micro_batches": num_micro_batches}
     arguments |= {"joined": joined, "recomputed": recomputed}
     for apart, gathered, num_frozen, ended in ranks(number).run(trains_like_ddp, **arguments):
         assert apart < 1e-12
