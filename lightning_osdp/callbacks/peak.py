@@ -27,8 +27,8 @@ WARM_UP_STEPS = 2
 COUNTED_STEPS = 3
 """Number of steps after warm-up whose live bytes are counted on CPU; later steps are, too, if their batch is larger.
 
-Counting is slow, so nothing else is measured in these steps. The least peak of steps with equal batches is taken: a
-thread of gloo may hold a tensor of the last collective a moment longer than the step does.
+Counting is slow, so nothing else is measured in these steps. The least peak of steps with equal batches, and as many of
+them, is taken: a thread of gloo may hold a tensor of the last collective a moment longer than the step does.
 """
 
 
@@ -39,9 +39,11 @@ class PeakCounter:
         self._device = device
         self._allocator = AllocatorWatch(device) if device.type == "cuda" else None
         self._live: LiveBytes | None = None
-        self._peaks_bytes: dict[int, list[int]] = {}
+        self._peaks_bytes: dict[tuple[int, int], list[int]] = {}
+        """Peaks of steps by elements of their largest batch, and the number of their batches: an epoch's last step may
+        have fewer."""
         self._unplanned_bytes: list[int] = []
-        self._num_elements = 0
+        self._num_elements, self._num_batches = 0, 0
         self.steps: Sequence[int] = ()
         """Numbers, from one, of the steps that were counted."""
 
@@ -71,7 +73,7 @@ class PeakCounter:
         if self._allocator is not None and num_steps >= WARM_UP_STEPS:
             self._allocator.start()
         num_elements = elements_in(batch) if self._device.type == "cpu" else 0
-        is_larger = bool(self._peaks_bytes) and num_elements > max(self._peaks_bytes)
+        is_larger = bool(self._peaks_bytes) and num_elements > max(self._peaks_bytes)[0]
         is_counted = is_larger or WARM_UP_STEPS <= num_steps < WARM_UP_STEPS + COUNTED_STEPS
         if self._live is None and self._device.type == "cpu" and is_counted:
             self._live = LiveBytes(self._device.type)
@@ -80,6 +82,7 @@ class PeakCounter:
             self._unplanned_bytes.append(sum(t.untyped_storage().nbytes() for t in unplanned))
         if self._live is not None:
             self._num_elements = max(self._num_elements, num_elements)
+            self._num_batches += 1
             assert trainer.model is not None
             self._live.track(whole_storages(trainer.model))  # what was freed between two micro-batches was not seen
             self._live.track(tensors_in(batch))
@@ -95,11 +98,12 @@ class PeakCounter:
     def end_step(self, *, num_steps: int) -> None:
         """Ends an optimizer step, after so many others, that had all batches since the last call."""
         if self._live is not None:
-            self._peaks_bytes.setdefault(self._num_elements, []).append(self._live.peak_bytes)
+            key = self._num_elements, self._num_batches
+            self._peaks_bytes.setdefault(key, []).append(self._live.peak_bytes)
             self.steps = (*self.steps, num_steps + 1)
-            self._live, self._num_elements = None, 0
+            self._live, self._num_elements, self._num_batches = None, 0, 0
         elif num_steps >= WARM_UP_STEPS and self._allocator is not None:
-            self._peaks_bytes = {0: [self._allocator.peaks.requested_bytes]}
+            self._peaks_bytes = {(0, 0): [self._allocator.peaks.requested_bytes]}
             self.steps = range(WARM_UP_STEPS + 1, num_steps + 2)
 
 

@@ -39,11 +39,25 @@ def test_on_cuda_the_peak_is_the_allocators_after_the_warm_up(gpu):
     assert gpu.num_waits == 0
 
 
+TRAINER = SimpleNamespace(model=torch.nn.Linear(2, 2), optimizers=[], callbacks=[], strategy=None)
+
+
+def test_a_step_of_fewer_batches_does_not_lower_the_peak_of_the_others():
+    counter, kept = PeakCounter(torch.device("cpu")), []
+    for num_steps, num_batches in enumerate((2, 1), start=WARM_UP_STEPS):
+        kept.clear()
+        for _ in range(num_batches):
+            counter.start(TRAINER, torch.zeros(4), num_steps=num_steps)
+            kept.append(torch.zeros(2**10))
+            counter.stop()
+        counter.end_step(num_steps=num_steps)
+    assert counter.peak_bytes >= 2 * kept[0].nbytes
+
+
 def test_a_batch_that_is_skipped_leaves_nothing_counting():
     counter = PeakCounter(torch.device("cpu"))
-    trainer = SimpleNamespace(model=torch.nn.Linear(2, 2), optimizers=[], callbacks=[], strategy=None)
     for _ in range(2):  # nobody says that the first one ends
-        counter.start(trainer, torch.zeros(4), num_steps=WARM_UP_STEPS)
+        counter.start(TRAINER, torch.zeros(4), num_steps=WARM_UP_STEPS)
     counter.stop()
     kept = torch.zeros(2**20)
     counter.end_step(num_steps=WARM_UP_STEPS)
