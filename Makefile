@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0
 DEMO_CONFIG ?= examples/mingpt/configs/osdp_cpu.yaml
 PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
 MINUTES ?= 60
-QUICK_BENCHMARKS := cluster engines lengths published
+QUICK_BENCHMARKS := cluster engines published
 QUICK_CONTESTS := accumulation activations headline lora nodes race splitting stationary
 # What has torch, oneDNN and MKL compute as on a CPU without AVX-512.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2

@@ -7,6 +7,7 @@
     python benchmarks/contest.py splitting --quick true
 
 Contests are rows of `benchmarks/measures/beside_fsdp/cases.py`. Peaks are counted first, then all take steps in turns.
+The one of races has sections of another kind, too: links that change in mid-training, and batches of many lengths.
 Every case is written as soon as it is measured: a run that was killed goes on where it was.
 """
 
@@ -21,10 +22,11 @@ from jsonargparse import auto_cli
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.measures.beside_fsdp import changed_links, lengths
 from benchmarks.measures.beside_fsdp.baselines import counted
-from benchmarks.measures.beside_fsdp.cases import CONTESTS, quick_sections
+from benchmarks.measures.beside_fsdp.cases import CONTESTS, Contest, Lengths, quick_sections
 from benchmarks.measures.beside_fsdp.contest import section
-from benchmarks.measures.section import PICTURES, kept_in, measured
+from benchmarks.measures.section import PICTURES, Section, kept_in, measured
 
 
 def main(
@@ -59,15 +61,26 @@ def main(
     if unknown:
         raise SystemExit(f"Expected sections of {name} among {', '.join(contests)}, got {', '.join(unknown)}.")
     torch.set_num_threads(1)  # threads on small tensors wait for each other: counting has taken ten times as long
+    rivalries = {each: contest for each, contest in contests.items() if isinstance(contest, Contest)}
     with kept_in(output, name, quick=quick) as results:
-        baselines = counted([*contests.values()], results, is_fresh=fresh)
+        have_rivals = any(each in rivalries for each in chosen)
+        baselines = counted([*rivalries.values()] if have_rivals else [], results, is_fresh=fresh)
+
+        def asked(each: str) -> Section:
+            contest = contests[each]
+            if isinstance(contest, Contest):
+                return section(each, contest, baselines, num_rounds=num_rounds)
+            if isinstance(contest, Lengths):
+                return lengths.section(each, contest, num_rounds=num_rounds)
+            return changed_links.section(each, contest)
+
         for each in chosen:
-            if contests[each].rates_mbit:
-                measured(section(each, contests[each], baselines, num_rounds=num_rounds), results, is_fresh=fresh)
+            if each not in rivalries or rivalries[each].rates_mbit:
+                measured(asked(each), results, is_fresh=fresh)
         if pictures is not None and not quick:
             from benchmarks.pictures.contest import draw  # matplotlib is not needed for measuring
 
-            for each, contest in contests.items():
+            for each, contest in rivalries.items():
                 draw(results.stored(each), contest, pictures, f"{name}_{each}")
 
 

@@ -150,6 +150,7 @@ def _gpt(
 
 SHAPES: Mapping[str, Callable[[str], Family]] = {
     "6 x 512": _gpt(6, 512, num_heads=8),
+    "8 x 64": _gpt(8, 64, num_heads=4),
     "12 x 256": _gpt(12, 256, num_heads=4),
     "24 x 128": _gpt(24, 128, num_heads=4),  # the paper's narrow and deep one in 1/256 of its parameters: 96 x 1024
     "12 x 256 like Llama": Llama12x256,
@@ -169,4 +170,4 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     "tiny like Llama, LoRA": TinyLlamaLora,
     "tiny, LoRA": _gpt(3, 32, num_heads=2, vocabulary_size=32, sequence_length=16, kind=Lora),
 }
-"""Models by layers x width, or by widths; the transformers have 10 to 38 million parameters, but for the last."""
+"""Models by layers x width, or by widths; the transformers have 10 to 38 million parameters, but for the smallest."""

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -87,11 +87,7 @@ class Hosts:
     def set_rate(self, rate_mbit: float | None) -> None:
         """Changes what each host may send: 10^6 bit/s, or None for as fast as the kernel copies."""
         for host in self._hosts:
-            if rate_mbit is None:
-                _run("ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", _DEVICE, "root", "pfifo_fast")
-            else:
-                shape = ("tbf", "rate", f"{rate_mbit}mbit", "burst", _BURST, "latency", _QUEUE)
-                _run("ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", _DEVICE, "root", *shape)
+            _run("ip", "netns", "exec", host, *_shaping(rate_mbit))
 
     def run(self, target: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float = 600.0) -> list[Any]:
         """Calls one function on all ranks, each in its process, with gloo between them.
@@ -185,6 +181,19 @@ class Hosts:
 
 def _address(index: int) -> str:
     return f"10.77.{(index + 1) // 256}.{(index + 1) % 256}"
+
+
+def _shaping(rate_mbit: float | None) -> Sequence[str]:
+    """Command that gives the device of a host its rate."""
+    shape: tuple[str, ...] = ("pfifo_fast",)
+    if rate_mbit is not None:
+        shape = ("tbf", "rate", f"{rate_mbit}mbit", "burst", _BURST, "latency", _QUEUE)
+    return ("tc", "qdisc", "replace", "dev", _DEVICE, "root", *shape)
+
+
+def set_own_rate(rate_mbit: float | None) -> None:
+    """Changes what the host of this rank, one of `Hosts`, may send."""
+    _run(*_shaping(rate_mbit))
 
 
 def sent_bytes() -> int | None:

@@ -41,14 +41,23 @@ def train(
         strategy: that trains instead of `OSDPStrategy`; of the plan only its micro-batches count then.
     """
     num_batches = num_steps * plan.num_micro_batches
+    strategy = strategy or OSDPStrategy(plan=plan, batch_size="keep", node_size=plan.node_size)
+    options = {"precision": precision, "accumulate_grad_batches": plan.num_micro_batches}
+    with trainer_of(strategy, num_steps=num_steps, callbacks=callbacks, **options) as trainer:
+        trainer.fit(module, module.loader(plan.micro_batch_size, num_batches=num_batches))
+
+
+@contextmanager
+def trainer_of(
+    strategy: ParallelStrategy, *, num_steps: int, callbacks: Sequence[pl.Callback] = (), **options: Any
+) -> Iterator[pl.Trainer]:
+    """Trainer on the default process group, with a folder of its own within the context, which takes so many steps."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = pl.Trainer(
-            strategy=strategy or OSDPStrategy(plan=plan, batch_size="keep", node_size=plan.node_size),
+        yield pl.Trainer(
+            strategy=strategy,
             accelerator="cpu",
             devices=dist.get_world_size(),
             plugins=[StartedRanks()],
-            precision=precision,
-            accumulate_grad_batches=plan.num_micro_batches,
             max_steps=num_steps,
             callbacks=list(callbacks),
             default_root_dir=folder,
@@ -57,8 +66,8 @@ def train(
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,
+            **options,
         )
-        trainer.fit(module, module.loader(plan.micro_batch_size, num_batches=num_batches))
 
 
 class StartedRanks(ClusterEnvironment):

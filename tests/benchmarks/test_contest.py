@@ -28,9 +28,10 @@ HEADLINE, NODES = CONTESTS["headline"]["one"], CONTESTS["nodes"]["one"]
 @pytest.mark.parametrize("name", CONTESTS)
 def test_all_that_fit_take_part(name, tmp_path, capsys):
     output = tmp_path / "results.json"
-    program.main(name, output=output, num_rounds=1, quick=True)
+    contests = {key: each for key, each in quick_sections(CONTESTS[name]).items() if isinstance(each, Contest)}
+    program.main(name, [*contests], output=output, num_rounds=1, quick=True)
     results = json.loads(output.read_text())
-    for key, contest in quick_sections(CONTESTS[name]).items():
+    for key, contest in contests.items():
         if not contest.rates_mbit:
             continue
         rows = results[key]["rows"]
@@ -45,11 +46,13 @@ def test_all_that_fit_take_part(name, tmp_path, capsys):
                     assert entrant["counted_bytes"] <= entrant["limit"] * row["base_bytes"] * 1.001
                 if entrant["predicted_bytes"] is not None:
                     assert 1 - TOO_LOW < entrant["predicted_bytes"] / entrant["counted_bytes"] < 1 + TOO_HIGH
+                if contest.misjudged and entrant["name"] == "OSDP":
+                    assert entrant["race_steps"] > 0
                 if contest.division == "auto":
                     assert entrant["micro_batch_size"] * entrant["num_micro_batches"] == 2
         assert all(target.is_met for target in targets(rows, contest=contest))  # memory: links are not shaped
     printed = capsys.readouterr().out.splitlines()
-    program.main(name, output=output, num_rounds=1, quick=True)  # goes on, and has nothing left to measure
+    program.main(name, [*contests], output=output, num_rounds=1, quick=True)  # goes on, and has nothing left to measure
     assert capsys.readouterr().out.splitlines() == [line for line in printed if ": Case(" not in line]
 
 

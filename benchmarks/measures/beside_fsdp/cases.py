@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from benchmarks.testbed.beside_fsdp.contest import Division
+from benchmarks.testbed.beside_fsdp.contest import WITHOUT_RACE, Division
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
 from lightning_osdp.core.axes import MODES, NAMED_MODES
 
@@ -58,7 +58,8 @@ class Contest:
     """Samples/s of OSDP over the best other that are to be reached on the median of all cells; None: nothing is."""
     misjudged: tuple[float, float] | None = None
     """Factors of the seconds of computing and of collectives that OSDP, which has one space then, is told instead of
-    what was measured. It races from there, and others are all plans of its units. None: it is told the truth."""
+    what was measured. It races from there, and others are all plans of its units. Factors of 1: it races from what was
+    measured, beside the plan that it begins with. None: it is told the truth, and there is no race."""
     drawn: tuple[str, ...] = ()
     """Names that are in the picture; none: there is no picture."""
 
@@ -81,6 +82,50 @@ class Contest:
             num_micro_batches=min(2, self.num_micro_batches),
             goals=(),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Section on batches of many lengths: a plan that changes for long ones, beside the plan for the longest.
+
+    Ranks are processes of this machine, and links are not shaped.
+    """
+
+    lengths: tuple[int, ...] = (64, 128, 256, 512)
+    num_layers: int = 6
+    num_steps: int = 200
+    num_ranks: int = 2
+    room: float = 1.05
+    """Memory limit over the peak of the fastest plan for the shortest batches."""
+
+    @property
+    def quick(self) -> Lengths:
+        """Section with a tiny model and few steps."""
+        return replace(self, lengths=(8, 128), num_layers=2, num_steps=12, room=1.3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangedLinks:
+    """Section on links whose rate changes while a model trains: steps until a plan that is better then is in use."""
+
+    model: str = "8 x 64"
+    num_ranks: int = 4
+    rates_mbit: tuple[float, float] | None = (1000.0, 100.0)
+    """Rates before and after, in 10^6 bit/s; None: links are not shaped, and all-gathers come to wait."""
+    room: float = 0.8
+    """Memory limit over the peak of the fastest plan without one."""
+    changed_at: int = 510
+    """Optimizer step before which they change."""
+    num_steps: int = 1200
+    """Steps of the fit: races that are a tenth of what is left at most are had by default."""
+
+    @property
+    def quick(self) -> ChangedLinks:
+        """Section with a tiny model on links that are not shaped."""
+        return replace(self, model="tiny", num_ranks=2, rates_mbit=None)
+
+
+Asked: TypeAlias = Contest | Lengths | ChangedLinks
 
 
 def _tiny(model: str) -> str:
@@ -204,7 +249,7 @@ _SLICES = tuple(
 )
 _LINEARS = Contest(models=("2 Linears of 1024",), rates_mbit=(), rivals=_SLICES, spaces={})
 
-CONTESTS: Mapping[str, Mapping[str, Contest]] = {
+CONTESTS: Mapping[str, Mapping[str, Asked]] = {
     "headline": {
         # the paper's figure 5: one micro-batch a step, of any size
         "one": _HEADLINE,
@@ -234,9 +279,20 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
         "one": _NODES,
     },
     "race": {
+        # the headline's cells with a race, and without
+        "raced": replace(
+            _RACE,
+            models=("24 x 128", "128 to 512"),
+            limits=(1.15, 1.5),
+            rivals=(BASE, CHECKPOINTING, KEPT, *AHEAD),
+            misjudged=(1.0, 1.0),
+            goals=(Goal(over=WITHOUT_RACE, at_mbit=None, least=0.99),),
+        ),
         # computing is taken for slow, and links for fast, then the reverse
         "hidden": replace(_RACE, misjudged=(2.0, 1 / 3)),
         "waiting": replace(_RACE, misjudged=(1 / 2, 3.0)),
+        "changed links": ChangedLinks(),
+        "lengths": Lengths(),
     },
     "accumulation": {
         # the user's micro-batches
@@ -337,12 +393,12 @@ CONTESTS: Mapping[str, Mapping[str, Contest]] = {
         ),
     },
 }
-"""Contest -> section -> who takes part in it; a file in ``results`` for each contest."""
+"""Contest -> section -> what is measured in it; a file in ``results`` for each contest."""
 
 
-def quick_sections(contests: Mapping[str, Contest]) -> dict[str, Contest]:
+def quick_sections(contests: Mapping[str, Asked]) -> dict[str, Asked]:
     """Sections of a contest in quick form, each once: they may differ in nothing but how large they are."""
-    found: dict[str, Contest] = {}
+    found: dict[str, Asked] = {}
     for name, contest in contests.items():
         if contest.quick not in found.values():
             found[name] = contest.quick

@@ -32,6 +32,9 @@ PREDICTED = 0.1
 """Largest error of a predicted ratio."""
 SENT = 0.05
 """Largest distance of the bytes that a node sends from the closed forms, headers included."""
+RACE_COST = 0.02
+"""Share of the first `_FIRST_STEPS` that a race may cost."""
+_FIRST_STEPS = 200
 _WORTH = 0.01
 """Fraction of a step that running nothing again must save for what is gained of it to be told."""
 
@@ -145,6 +148,11 @@ def _summary(model: str, entrant: Entrant) -> Row:
         "sent_bytes": entrant.sent_bytes,
         "cpu_s": entrant.cpu_s,
         **({"strip": strip(plan)} if entrant.name == "OSDP" else {}),
+        **(
+            {"race_steps": entrant.race_steps, "race_cost": entrant.race_cost, "is_open": entrant.is_open}
+            if entrant.race_steps
+            else {}
+        ),
     }
 
 
@@ -176,6 +184,7 @@ def table(rows: Sequence[Row], *, contest: Contest) -> Table:
     """Draws one line for each that took part."""
     base = contest.base
     gains = {goal.who: goal.over for goal in contest.goals if goal.least_gain is not None}
+    is_raced = contest.misjudged is not None
     drawn = Table("model", "links", "limit", "who", "b x K", "units", title=f"Samples/s over {base}")
     for column in (
         "peak counted",
@@ -190,6 +199,7 @@ def table(rows: Sequence[Row], *, contest: Contest) -> Table:
         "sent",
         "predicted",
         "CPU",
+        *(("race",) if is_raced else ()),
     ):
         drawn.add_column(column, justify="right")
     for row in rows:
@@ -216,6 +226,7 @@ def table(rows: Sequence[Row], *, contest: Contest) -> Table:
                 format_bytes(sent) if sent else "",
                 _percent(wire, sent) if sent else "",
                 f"{entrant['cpu_s']:.2f} s" if "cpu_s" in entrant else "",
+                *((_race(entrant),) if is_raced else ()),
             )
     return drawn
 
@@ -361,6 +372,9 @@ def _of_speed(row: Row, where: str, base: str) -> Iterator[Target]:
             off.append((abs(predicted / measured - 1), f"{under}, {each['name']}"))
         if row["case"].get("node_size"):
             sent.append((abs(each["sent_bytes"] / each["wire_bytes"] - 1), f"{under}, {each['name']}"))
+        if "race_cost" in each:
+            name = f"{where}{under}: time that a race takes of {_FIRST_STEPS} steps"
+            yield Target(name=name, limit=RACE_COST, measured=each["race_cost"] / _FIRST_STEPS)
         if each["name"] == "OSDP" and (of_best := of_best_other(row, each)) is not None:
             name = f"{where}{under}: OSDP over the best other"
             yield Target(name=name, limit=OF_BEST_OTHER, measured=of_best, is_least=True)
@@ -368,6 +382,14 @@ def _of_speed(row: Row, where: str, base: str) -> Iterator[Target]:
         if found:
             worst, who = max(found)
             yield Target(name=f"{where}{who}: {what} off by", limit=limit, measured=worst)
+
+
+def _race(entrant: Row) -> str:
+    """Length of a race, what it cost, and whether it is one that a long fit has by default."""
+    if "race_steps" not in entrant:
+        return ""
+    is_open = "open" if entrant["is_open"] else "not open"
+    return f"{entrant['race_steps']} steps, {entrant['race_cost']:+.1f}, {is_open}"
 
 
 def _under(limits: Sequence[float | None]) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from math import inf, log
+from statistics import median
 from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
@@ -35,6 +38,7 @@ from lightning_osdp import (
     profile_model,
     simulate,
 )
+from lightning_osdp.callbacks.peak import WARM_UP_STEPS
 from lightning_osdp.core.affine import ZERO
 from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.batch_policy import BatchPolicy
@@ -42,7 +46,7 @@ from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.planner.assign import assign_ahead
-from lightning_osdp.planner.scheduler import ANY_PREFETCH, candidates, judge_plan
+from lightning_osdp.planner.scheduler import ANY_PREFETCH, are_close, candidates, judge_plan
 from lightning_osdp.planner.scheduler.planned import plan_of
 from lightning_osdp.planner.scheduler.planning import planned_setting
 from lightning_osdp.planner.simulation.plan import planned_step
@@ -90,6 +94,12 @@ class Entrant:
     """Bytes counted as for `wire_bytes`, with headers; 0 where links are not shaped."""
     cpu_s: float = 0.0
     """CPU seconds of all ranks together in a step."""
+    race_steps: int = 0
+    """Steps of the race that the plan has won; 0 where there was none."""
+    race_cost: float = 0.0
+    """Time that these took longer than as many steps of the plan that the race began with, in such steps."""
+    is_open: bool = False
+    """True if predictions leave the race open, so that a long fit has it by default."""
 
     @property
     def _key(self) -> str:
@@ -98,6 +108,9 @@ class Entrant:
 
 
 _Entry: TypeAlias = tuple[str, float | None, Plan, Baseline | None]
+
+WITHOUT_RACE = "OSDP without a race"
+"""Name of the plan that a race began with that nobody had misled."""
 
 _MOST_RACED = 60
 """Optimizer steps that a race may take."""
@@ -130,7 +143,8 @@ def on_one_rank(
         num_rounds: timed steps.
         node_size: ranks of a node; None: all are in one.
         misjudged: factors of the seconds of computing and of collectives that OSDP is told, with which it then races;
-            beside it are the plans of the same units, by what it was told and by what is so. None: no race.
+            beside it are the plans of the same units, by what it was told and by what is so, or, if all factors are 1,
+            the plan that it began with. None: no race.
 
     Returns:
         Fields of an `Entrant` for each limit and competitor.
@@ -146,13 +160,13 @@ def on_one_rank(
         plans, entrants = _Plans(build(model), profiles, cluster, policy, spaces), list[Entrant]()
         known = [Baseline(**fields) for fields in baselines]
         for limit, limit_bytes in limits:
-            told = None if misjudged is None else plans.misjudged(*misjudged)
-            raced = [] if told is None else [*_raced(model, plans, told, limit_bytes)]
+            race = None if misjudged is None else _Race(model, plans, misjudged, limit_bytes)
             if dist.get_rank() == 0:
                 fitting = [each for each in known if each.counted_bytes <= limit_bytes]
-                searched = plans.searched(limit_bytes) if told is None else raced
+                searched = plans.searched(limit_bytes) if race is None else race.entries()
                 entries = [*plans.rivals(fitting, limit), *((name, limit, plan, None) for name, plan in searched)]
-                entrants += [plans.entrant(*entry) for entry in entries]
+                made = [plans.entrant(*entry) for entry in entries]
+                entrants += made if race is None else [race.told_of(each) for each in made]
         _give_back()
         return [asdict(entrant) for entrant in _timed(model, entrants, num_rounds)]
 
@@ -227,6 +241,10 @@ class _Plans:
         """The plan and those that its module could change to, by name."""
         found = candidates(plan, self._nearest(plan), self._cluster, may_round=True)
         return [(racer.name, racer.plan) for racer in found]
+
+    def is_open(self, plan: Plan) -> bool:
+        """True if predictions leave open which of these is the fastest."""
+        return are_close(candidates(plan, self._nearest(plan), self._cluster), self._cluster)
 
     def judged(self, plan: Plan, limit_bytes: int) -> Plan:
         """The plan with these predictions: equal plans are equal then."""
@@ -306,26 +324,49 @@ def _running_again_in_no_time(profile: ModelProfile) -> ModelProfile:
     return replace(profile, blocks=tuple(blocks))
 
 
-def _raced(model: str, plans: _Plans, told: _Plans, limit_bytes: int) -> Iterator[tuple[str, Plan]]:
-    """Yields OSDP's plan after a race with the numbers that it is told, and the plans of the same units, by name.
+class _Race:
+    """Race that OSDP's plan has with numbers that it is told; every rank makes it, and rank 0 plans.
 
-    Every rank runs the race, and rank 0 makes plans. All have the predictions of ``plans``.
+    Args:
+        model: name of a family.
+        plans: by what was measured; all predictions are theirs.
+        misjudged: factors of the seconds that OSDP is told.
+        limit_bytes: memory limit.
     """
-    found: list[Any] = [told.searched(limit_bytes) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    ((name, first),) = found[0]
-    strategy = OSDPStrategy(plan=first, batch_size="keep", node_size=first.node_size, race=True)
-    callbacks = [told.telling(strategy, first)]
-    train(build(model), first, num_steps=_MOST_RACED, callbacks=callbacks, strategy=strategy)
-    won = strategy.plan
-    if dist.get_rank() == 0:
+
+    def __init__(self, model: str, plans: _Plans, misjudged: Sequence[float], limit_bytes: int) -> None:
+        self._model, self._plans, self._limit_bytes = model, plans, limit_bytes
+        self._is_misled = {*misjudged} != {1.0}
+        self._told = plans.misjudged(*misjudged)
+        found: list[Any] = [self._told.searched(limit_bytes) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found, src=0)
+        ((self._name, self._first),) = found[0]
+        first = self._first
+        self._strategy = OSDPStrategy(plan=first, batch_size="keep", node_size=first.node_size, race=True)
+        self._watch = self._told.telling(self._strategy, first)
+        callbacks = [self._watch]
+        train(build(model), first, num_steps=_MOST_RACED, callbacks=callbacks, strategy=self._strategy)
+
+    def entries(self) -> Iterator[tuple[str, Plan]]:
+        """Yields OSDP's plan after the race, and what it is compared with, by name; on rank 0."""
+        won, first = self._strategy.plan, self._first
         assert won is not None
-        others = [(f"{other}, misjudged", plan) for other, plan in told.around(first)]
-        if len(others) > 1 and not any("won the race" in note for note in won.notes):
-            raise RuntimeError(f"Expected a race of {len(others)} plans of {model}, which no plan has won.")
-        others += plans.around(plans.with_best_modes(first, limit_bytes))
-        for each, plan in ((name, won), *others):
-            yield each, plans.judged(plan, limit_bytes)
+        racers = self._told.around(first)
+        if len(racers) > 1 and not any("won the race" in note for note in won.notes):
+            raise RuntimeError(f"Expected a race of {len(racers)} plans of {self._model}, which no plan has won.")
+        others = [(WITHOUT_RACE, first)]
+        if self._is_misled:
+            others = [(f"{other}, misjudged", plan) for other, plan in racers]
+            others += self._plans.around(self._plans.with_best_modes(first, self._limit_bytes))
+        for each, plan in ((self._name, won), *others):
+            yield each, self._plans.judged(plan, self._limit_bytes)
+
+    def told_of(self, entrant: Entrant) -> Entrant:
+        """Entrant with what its race took, if it has won it."""
+        if entrant.name != self._name:
+            return entrant
+        steps, cost = self._watch.taken()
+        return replace(entrant, race_steps=steps, race_cost=cost, is_open=self._told.is_open(self._first))
 
 
 class _Telling(pl.Callback):
@@ -335,6 +376,8 @@ class _Telling(pl.Callback):
 
     def __init__(self, strategy: OSDPStrategy, profile: ModelProfile, cluster: Cluster) -> None:
         self._strategy, self._profile, self._cluster = strategy, profile, cluster
+        self._ends_s: list[float] = []
+        self._racers: list[int | None] = []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -345,7 +388,17 @@ class _Telling(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if trainer.global_step > len(self._ends_s):  # else gradients accumulate
+            self._ends_s.append(time.perf_counter())
+            self._racers.append(self._strategy.racer)
         trainer.should_stop = not self._strategy.is_racing
+
+    def taken(self) -> tuple[int, float]:
+        """Steps of the race, and the time that they took longer than usual ones, in usual steps."""
+        seconds = [later - earlier for earlier, later in pairwise(self._ends_s)][WARM_UP_STEPS - 1 :]
+        racers = pairwise(self._racers[WARM_UP_STEPS - 1 :])
+        usual = [each for each, pair in zip(seconds, racers, strict=True) if pair == (1, 1)]
+        return (len(seconds), sum(seconds) / median(usual) - len(seconds)) if usual else (0, 0.0)
 
 
 def _num_samples(plan: Plan) -> int:

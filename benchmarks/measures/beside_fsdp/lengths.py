@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,22 +18,27 @@ from typing_extensions import override
 
 from benchmarks.families.base import Batch
 from benchmarks.families.text import MinGPT
+from benchmarks.measures.beside_fsdp.cases import Lengths
+from benchmarks.measures.beside_fsdp.contest import BEYOND_LIMIT
 from benchmarks.measures.section import Row, Section, Target
 from benchmarks.testbed.local import local_ranks
-from benchmarks.testbed.training import StartedRanks, quiet
+from benchmarks.testbed.training import quiet, trainer_of
 from examples.mingpt.model import GPTConfig
-from lightning_osdp import OSDPStrategy
+from lightning_osdp import OSDPStrategy, PlanMonitor
+from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 
 MOST_LOST, LEAST_GAINED = 1.03, 1.1
 """Seconds of all steps over those under the plan for the longest; and seconds of a short step there over those here."""
+MOST_APART = 1e-5
+"""Distance of the last loss from that under the plan for the longest."""
 _WARM_UP = 3
 """First steps, which are not timed."""
 _SAMPLES = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """Order of the lengths of a fit's batches."""
 
@@ -43,15 +47,9 @@ class Case:
     lengths: tuple[int, ...]
     num_layers: int
     num_steps: int
+    num_ranks: int
+    room: float
     num_rounds: int
-    num_ranks: int = 2
-    room: float = 1.05
-    """Memory limit over the peak of the fastest plan for the shortest batches."""
-
-
-_ORDERS = ("growing", "mixed")
-CASES = tuple(Case(order, (64, 128, 256, 512), num_layers=12, num_steps=120, num_rounds=2) for order in _ORDERS)
-QUICK_CASES = tuple(Case(order, (8, 128), num_layers=4, num_steps=12, num_rounds=1, room=1.3) for order in _ORDERS)
 
 
 class Varying(MinGPT):
@@ -81,7 +79,7 @@ class Watch(pl.Callback):
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
-        self.num_changes, self._plan = 0, None
+        self.num_changes, self._plan, self.loss = 0, None, 0.0
 
     @override
     def on_train_batch_end(
@@ -91,6 +89,12 @@ class Watch(pl.Callback):
         plan: Any = getattr(trainer.strategy, "plan", None)
         self.num_changes += self._plan not in (None, plan)
         self._plan = plan
+        self.loss = float(outputs["loss"])
+
+    def peak_bytes(self, trainer: pl.Trainer) -> int:
+        """Peak of live bytes among counted steps, of which the first with longer batches than before are some."""
+        (monitor,) = callbacks_of(trainer, PlanMonitor)
+        return monitor._peak.peak_bytes or 0
 
 
 def lengths_of(case: Case, rank: int) -> list[int]:
@@ -111,54 +115,44 @@ def on_one_rank(case: Case) -> dict[str, Any]:
 
     def fit(
         given: Sequence[int], limit_bytes: int | None = None, *, for_longest: bool = False
-    ) -> tuple[OSDPStrategy, Watch]:
+    ) -> tuple[pl.Trainer, Watch]:
+        torch.manual_seed(0)
         module = Varying(given, longest=longest, num_layers=case.num_layers)
         planned_for = module.batch_of(longest) if for_longest else None
         strategy, watch = OSDPStrategy(batch_size="keep", memory_limit=limit_bytes, profile_batch=planned_for), Watch()
-        with tempfile.TemporaryDirectory() as folder, quiet():
-            pl.Trainer(
-                strategy=strategy,
-                default_root_dir=folder,
-                accelerator="cpu",
-                devices=case.num_ranks,
-                plugins=[StartedRanks()],
-                max_steps=len(given),
-                callbacks=[watch],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                use_distributed_sampler=False,
-            ).fit(module)
-        return strategy, watch
+        with quiet(), trainer_of(strategy, num_steps=len(given), callbacks=[watch]) as trainer:
+            trainer.fit(module)
+        return trainer, watch
 
-    usual, _ = fit(lengths[:1])
-    assert usual.plan is not None
+    usual: Any = fit(lengths[:1])[0].strategy
     limit_bytes = round(case.room * usual.plan.peak_bytes)
     found: dict[str, Any] = {"limit_bytes": limit_bytes}
     for _ in range(case.num_rounds):
         for way, is_longest in (("changing", False), ("longest", True)):
-            _, watch = fit(lengths, limit_bytes, for_longest=is_longest)
-            seconds = torch.tensor(watch.ends_s).diff()[_WARM_UP - 1 :].tolist()
-            found.setdefault(way, []).append({"steps_s": seconds, "num_changes": watch.num_changes})
+            trainer, watch = fit(lengths, limit_bytes, for_longest=is_longest)
+            seconds = torch.tensor(watch.ends_s, dtype=torch.float64).diff()[_WARM_UP - 1 :].tolist()
+            fields = {"steps_s": seconds, "num_changes": watch.num_changes, "loss": watch.loss}
+            found.setdefault(way, []).append({**fields, "peak_bytes": watch.peak_bytes(trainer)})
     return found
 
 
-def section(cases: Sequence[Case]) -> Section:
-    """All orders."""
-    return Section(name="lengths", cases=cases, measure=measure, table=table, targets=targets)
+def section(name: str, asked: Lengths, *, num_rounds: int) -> Section:
+    """Section of all orders."""
+    cases = [Case(order=order, **vars(asked), num_rounds=num_rounds) for order in ("growing", "mixed")]
+    return Section(name=name, cases=cases, measure=measure, table=table, targets=targets)
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Seconds by way: of all steps, and the median of those in which all ranks have the shortest batches."""
+    """Seconds by way, of the faster round: of all steps, and the median of those with short batches on all ranks."""
     found = local_ranks(case.num_ranks).run(on_one_rank, case=case)[0]
     of_ranks = zip(*(lengths_of(case, rank)[_WARM_UP:] for rank in range(case.num_ranks)), strict=True)
     are_short = [max(lengths) == min(case.lengths) for lengths in of_ranks]
 
     def of_way(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        best = min(rounds, key=lambda each: sum(each["steps_s"]))
-        short = [seconds for seconds, is_short in zip(best["steps_s"], are_short, strict=True) if is_short]
-        return {"total_s": sum(best["steps_s"]), "short_s": median(short), "num_changes": best["num_changes"]}
+        best = dict(min(rounds, key=lambda each: sum(each["steps_s"])))
+        seconds = best.pop("steps_s")
+        short = [each for each, is_short in zip(seconds, are_short, strict=True) if is_short]
+        return {"total_s": sum(seconds), "short_s": median(short), **best}
 
     ways = {way: of_way(found[way]) for way in ("changing", "longest")}
     return {"limit_bytes": found["limit_bytes"], **ways}
@@ -167,26 +161,30 @@ def measure(case: Case) -> dict[str, Any]:
 def table(rows: Sequence[Row]) -> Table:
     """Table with a row for each order and way."""
     drawn = Table("order", "plan", title="Batches of many lengths")
-    for column in ("limit", "all steps", "a short step", "changes"):
+    for column in ("limit", "peak counted", "all steps", "a short step", "changes", "last loss"):
         drawn.add_column(column, justify="right")
     for row in rows:
         for way in ("changing", "longest"):
             own = row[way]
             seconds = (format_seconds(own["total_s"]), format_seconds(own["short_s"]))
-            limit = format_bytes(row["limit_bytes"])
-            drawn.add_row(row["case"]["order"], way, limit, *seconds, str(own["num_changes"]))
+            sizes = (format_bytes(row["limit_bytes"]), format_bytes(own["peak_bytes"]))
+            drawn.add_row(row["case"]["order"], way, *sizes, *seconds, str(own["num_changes"]), f"{own['loss']:.4f}")
     return drawn
 
 
 def targets(rows: Sequence[Row]) -> list[Target]:
-    """Targets of mixed lengths."""
+    """Targets of short steps, of memory and losses in any order, and of all steps where lengths are mixed."""
     found = []
     for row in rows:
         changing, longest = row["changing"], row["longest"]
+        used, apart = changing["peak_bytes"] / row["limit_bytes"], abs(changing["loss"] - longest["loss"])
+        order = f"{row['case']['order']} lengths"
+        found.append(Target(name=f"{order}, bytes of the limit", limit=BEYOND_LIMIT, measured=used))
+        found.append(Target(name=f"{order}, losses apart", limit=MOST_APART, measured=apart))
         if row["case"]["order"] == "mixed":
             lost = changing["total_s"] / longest["total_s"]
-            found.append(Target(name="mixed lengths, seconds over the longest's plan", limit=MOST_LOST, measured=lost))
+            found.append(Target(name=f"{order}, seconds over the longest's plan", limit=MOST_LOST, measured=lost))
         gained = longest["short_s"] / changing["short_s"]
-        name = f"{row['case']['order']} lengths, a short step under the longest's plan over one here"
+        name = f"{order}, a short step under the longest's plan over one here"
         found.append(Target(name=name, limit=LEAST_GAINED, measured=gained, is_least=True))
     return found
