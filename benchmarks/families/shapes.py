@@ -13,7 +13,7 @@ from typing_extensions import override
 from benchmarks.families.base import Batch, Family
 from benchmarks.families.dense import TwoLayers
 from benchmarks.families.text import LlamaLayer, LlamaLike, MinGPT, next_token_loss
-from benchmarks.families.vision import WideHead
+from benchmarks.families.vision import WideHead, WideViT
 from examples.mingpt.model import Block, GPTConfig
 
 
@@ -148,6 +148,20 @@ def _gpt(
     return Shaped
 
 
+def _llama(num_layers: int, hidden_size: int, mlp_size: int, *, length: int) -> type[Family]:
+    return type(
+        "Shaped",
+        (LlamaLike,),
+        {
+            "vocabulary_size": 256,
+            "length": length,
+            "num_layers": num_layers,
+            "hidden_size": hidden_size,
+            "mlp_size": mlp_size,
+        },
+    )
+
+
 SHAPES: Mapping[str, Callable[[str], Family]] = {
     "6 x 512": _gpt(6, 512, num_heads=8),
     "8 x 64": _gpt(8, 64, num_heads=4),
@@ -156,7 +170,9 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     "12 x 256 like Llama": Llama12x256,
     "3 x 1024": _gpt(3, 1024, num_heads=8),
     "2 x 768": _gpt(2, 768, num_heads=8),  # the paper's wide and shallow one in 1/256 of its parameters: 2 x 12288
-    **{f"2 x 768, {length} tokens": _gpt(2, 768, num_heads=8, sequence_length=length) for length in (32, 512)},
+    **{f"2 x 768, {length} tokens": _gpt(2, 768, num_heads=8, sequence_length=length) for length in (32, 256, 512)},
+    **{f"2 x 768 like Llama, {length} tokens": _llama(2, 768, 2048, length=length) for length in (32, 128)},
+    "2 x 768 of a ViT, 64 tokens": WideViT,
     "3 wide Linears": WideHead,
     "200,000 rows": ManyRows,
     "256 to 768": Growing,

@@ -36,6 +36,9 @@ class Vision(Family):
 class HierarchicalTransformer(Vision):
     """The vision transformer of examples/vision: from stage to stage a quarter of the tokens, twice as wide."""
 
+    depths: tuple[int, ...] = (2, 2, 2)
+    hidden_size = 80
+
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__(optimizer)
         self.model = HierarchicalViT(
@@ -43,8 +46,8 @@ class HierarchicalTransformer(Vision):
                 image_size=self.image_size,
                 num_channels=self.num_channels,
                 num_classes=self.num_classes,
-                depths=(2, 2, 2),
-                hidden_size=80,
+                depths=self.depths,
+                hidden_size=self.hidden_size,
             )
         )
 
@@ -52,6 +55,12 @@ class HierarchicalTransformer(Vision):
     def logits(self, images: Tensor) -> Tensor:
         logits: Tensor = self.model(images)
         return logits
+
+
+class WideViT(HierarchicalTransformer):
+    """A stage by itself, whose blocks are wide: an image is 64 tokens."""
+
+    depths, hidden_size = (2,), 768
 
 
 class WideHead(Vision):

@@ -329,6 +329,17 @@ CONTESTS: Mapping[str, Mapping[str, Asked]] = {
             limits=(1.0, None),
             goals=(Goal(over=_BY_WEIGHTS, least=1.3), Goal(over=DDP.name, limits=(None,), best=10.0)),
         ),
+        # other transformers, and more tokens: 32 to 256 a rank
+        "transformers": replace(
+            _STATIONARY,
+            models=(
+                "2 x 768 like Llama, 32 tokens",
+                "2 x 768 like Llama, 128 tokens",
+                "2 x 768 of a ViT, 64 tokens",
+                "2 x 768, 256 tokens",
+            ),
+            goals=(Goal(over=_BY_WEIGHTS, mean=1.3, least=0.97),),
+        ),
         "512 tokens": replace(
             _STATIONARY, models=("2 x 768, 512 tokens",), goals=(Goal(over=_BY_WEIGHTS, at_mbit=None, least=0.97),)
         ),
@@ -347,9 +358,11 @@ CONTESTS: Mapping[str, Mapping[str, Asked]] = {
                 Goal(over=_EVERYWHERE, at_mbit=None, least=0.97),
             ),
         ),
-        # the same with results of heavy operations kept, where most blocks have to recompute
+        # the same with results of heavy operations kept, where most blocks have to recompute; each rank has a core,
+        # because what is to be told apart are a few percent of computing
         "levels": Contest(
             models=("12 x 256", "12 x 256 like Llama", "hierarchical_vit"),
+            num_ranks=2,
             rates_mbit=(None, 1000.0),
             limits=(0.6, 0.8),
             rivals=(CHECKPOINTING,),
