@@ -8,6 +8,7 @@ from lightning_osdp.apply.internals.gathering import whole_storages
 from lightning_osdp.apply.internals.sharding import refuse_copy
 from lightning_osdp.apply.plan import apply_plan, change_plan, fully_shard_arguments
 from lightning_osdp.apply.preparing.initialize import check_initializable
+from lightning_osdp.apply.preparing.prepare import executed
 from lightning_osdp.apply.ranks.hosts import new_host_group, reaches_hosts
 from lightning_osdp.apply.sharded import ShardedModel, host_rows_of, sharded_as
 from lightning_osdp.apply.states.state import check_number
@@ -25,6 +26,7 @@ __all__ = [
     "check_initializable",
     "check_number",
     "do_nothing",
+    "executed",
     "fully_shard_arguments",
     "host_rows_of",
     "local",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_osdp.apply.preparing.prepare import executed
 from lightning_osdp.apply.sharded import ShardedModel, sharded_as
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import ConfigurationError
@@ -39,11 +40,13 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
             ``FSDPStrategy``.
 
     Raises:
+        PlanFormatError: the plan has a value that no plan can have.
         PlanMismatchError: the module of a unit or block is not there or cannot be one, operators' parameters would end
             up in another unit, or the model has parameters that the plan does not know.
         ConfigurationError: the plan or an argument asks for what ``fully_shard`` cannot do.
         ProfileError: a module on the meta device cannot initialise itself, or initialises another unit.
     """
+    executed(plan, ()).check()
     return ShardedModel.planned(module, plan, device=device, **fully_shard_arguments(fsdp_kwargs)).module
 
 
@@ -51,8 +54,8 @@ def change_plan(module: nn.Module, plan: Plan) -> None:
     """Changes the plan of a module between two optimizer steps. Call it on all ranks.
 
     Plans may differ in what forward leaves of units (``keep`` of their treatments), when units reduce gradients
-    (``reduce``), how blocks save tensors (``blocks``), prefetching and ``asynchronous_unshard``. Parameters, names,
-    states and random numbers stay as they are. Weights become those of a fit under one plan, up to rounding: ``reduce``
+    (``sync``), how blocks save tensors (``blocks``), prefetching and ``asynchronous_unshard``. Parameters, names,
+    states and random numbers stay as they are. Weights become those of a fit under one plan, up to rounding: ``sync``
     has gradients added up in another order.
 
     A Trainer's ``strategy.plan`` and checkpoints follow; its table and plan file are those that fit began with. On an

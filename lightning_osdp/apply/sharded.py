@@ -405,7 +405,8 @@ class ShardedModel:
                 " whose plan could change. Make a new module, and apply the plan to it."
             )
         if not is_known:
-            check_change(self.plan, Plan.from_json(plan.to_json()), may_divide=may_divide)
+            plan.check()
+            check_change(self.plan, plan, may_divide=may_divide)
             check_blocks(self.module, plan.blocks)
             self.check_options(plan)
         place, treatments = self.place_in_step(), planned_treatments(plan)

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_osdp.apply import ShardedModel, apply_plan
 from lightning_osdp.apply.internals import access
-from lightning_osdp.errors import ConfigurationError, PlanMismatchError
+from lightning_osdp.errors import ConfigurationError, PlanFormatError, PlanMismatchError
 from tests.support.wrapped_units import NESTED, NESTED_PARAMETERS, Nested, plan, units_of
 
 CPU = torch.device("cpu")
@@ -80,6 +80,12 @@ def test_meta_tensors_are_left_to_an_initialisation_of_the_callers():
 
     root = apply_plan(model, plan(NESTED), device=CPU, param_init_fn=ones)
     assert all(parameter.eq(1).all() for parameter in root.parameters())
+
+
+def test_a_plan_that_no_file_could_have_is_refused():
+    chosen = dataclasses.replace(plan(NESTED), num_micro_batches=0)
+    with pytest.raises(PlanFormatError, match=r"^Expected 'num_micro_batches' of the plan to be at least 1, got 0\."):
+        apply_plan(Nested(), chosen, device=CPU)
 
 
 def test_a_missing_module_is_named():

@@ -1,7 +1,9 @@
 """Errors of fits before training, on one rank: each error is ours, and says what to do."""
 
+import dataclasses
 import logging
 import os
+import re
 import shutil
 
 import lightning as L
@@ -12,8 +14,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_osdp import ConfigurationError, OSDPError, OSDPStrategy, ProfileError
+from lightning_osdp import ConfigurationError, OSDPError, OSDPStrategy, PlanFormatError, ProfileError
 from lightning_osdp.core.cluster import DeviceRates
+from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.profiler import ComputePrecision
 from tests.support.this_cpu import LOW, refused_lstm
 from tests.support.tiers import slow
@@ -317,3 +320,13 @@ def test_rates_and_dtypes_of_another_kind_are_refused_with_what_is_meant():
         DeviceRates(flops_per_s=200e12, bytes_per_s=1e12)
     with pytest.raises(ConfigurationError, match=r"a dtype such as torch.bfloat16, got 'bfloat16'"):
         ComputePrecision(dtype="bfloat16")
+
+
+def test_a_plan_is_checked_as_its_file_is(fit, tmp_path):
+    path = tmp_path / "plan.json"
+    plan = dataclasses.replace(fit(Net()).strategy.plan, blocks=Block.recomputing(["body", "body.0"]))
+    plan.save(path)
+    for given, name in ((plan, "the plan of plan="), (path, f"plan file {str(path)!r}")):
+        text = f"Expected no block of {name} inside another, and not the root, got block 'body.0'"
+        with pytest.raises(PlanFormatError, match=f"^{re.escape(text)}"):
+            fit(Net(), strategy=OSDPStrategy(plan=given))

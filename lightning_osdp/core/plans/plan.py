@@ -178,6 +178,14 @@ class Plan:
             ) from error
         return _read(document, source)
 
+    def check(self, *, source: str = "the plan") -> None:
+        """Returns if a file of the plan would be read.
+
+        Raises:
+            PlanFormatError: a value is of another type than it must be, or no plan can have it.
+        """
+        self.from_json(self.to_json(), source=source)
+
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON; the file appears only when it is complete."""
         write_whole(self.to_json(), path)

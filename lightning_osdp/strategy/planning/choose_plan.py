@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from lightning_osdp.apply import executed
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError, ProfileError
@@ -78,6 +79,7 @@ def _given_plan(module: pl.LightningModule, options: Options) -> Plan:
     """Reads the user's plan and checks that it fits model, ranks and options."""
     given = options.plan
     plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
+    executed(plan, ()).check(source="the plan of plan=")
     plan.check_matches(fingerprint(module), world_size=module.trainer.world_size, node_size=options.node_size)
     check_accumulates_in_fp32(plan, options, str(module.trainer.precision))
     for name, limit_bytes, taken_bytes in (
