@@ -154,6 +154,7 @@ class ShardedModel:
             module,
             self._groups,
             self._writes,
+            self._residence,
             num_exchanging=self._exchanging.num_units,
             in_nodes=self._exchanging.in_nodes,
         )
@@ -272,6 +273,8 @@ class ShardedModel:
         reach = self._agreement.agree_on_backward(self._exchanging.outputs.reach(loss))
         loss, numbers = reach.loss, reach.numbers
         del reach  # backward frees what nothing refers to
+        if loss.requires_grad:  # hooks before backward, which come next, may write to what it reads
+            loss.register_hook(lambda _: self._residence.settle())
         with self._exchanging.outputs.agreed(numbers):
             yield loss
 
@@ -281,6 +284,7 @@ class ShardedModel:
 
     def after_backward(self) -> None:
         """Drops gradients of parameters that no rank has used, before users look at gradients or assign others."""
+        self._residence.hide()
         self._agreement.end_backward()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -291,7 +295,8 @@ class ShardedModel:
             ConfigurationError: the step before has written to parameters that are gathered in low precision.
         """
         self._reduce_scatters.finish()
-        self.reshard()  # shards take over writes to unsharded parameters before the optimizer changes them
+        # shards take over writes to unsharded parameters before the optimizer changes them
+        self.reshard(may_write=False)
         self._agreement.settle(optimizer)
         share_gradients(optimizer)
 
@@ -318,13 +323,19 @@ class ShardedModel:
         finally:
             accumulate(self.units, is_last=True)
 
-    def reshard(self) -> None:
+    def reshard(self, *, may_write: bool = True) -> None:
         """Reshards all units, and drops results of all-gathers that nobody waited for; gradients stay.
 
         Unsharded weights of resident units stay, too, though their modules do not show them.
+
+        Args:
+            may_write: tell ranks to agree, before the next step, on which of these somebody has written to. False where
+                no rank runs code of users before the next step, nor before this is called again.
         """
+        self._residence.hide()
         gathering.reshard(self.module, self._groups)
-        self._residence.open()
+        if may_write:
+            self._residence.open()
 
     def free(self) -> None:
         """Reshards, and keeps nothing of resident units either: they are gathered when they are needed again."""

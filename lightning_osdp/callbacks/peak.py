@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import host_rows_of, whole_storages
+from lightning_osdp.apply import host_rows_of, local, whole_storages
 from lightning_osdp.operations.optimizers import states_of
 from lightning_osdp.profiler import Census, LiveBytes, tensors_in
 
@@ -166,7 +166,7 @@ def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterab
     host = host_rows_of(model)
     yield from (whole for whole in whole_storages(model) if whole.untyped_storage().nbytes())
     for parameter in model.parameters():
-        yield parameter.data
+        yield local(parameter).data  # that of a DTensor would count as a write
         if parameter.grad is not None:
             yield parameter.grad
     yield from model.buffers()

@@ -101,7 +101,7 @@ class Links:
 UNIT_PARTS = ("gather", "flatten", "reduce", "accumulate", "stay")
 """Work of the runtime for a unit beside collectives: for each all-gather (views, allocating and freeing); in each
 micro-batch (hooks, one tensor of all gradients); for each reduce-scatter; for each reduce-scatter that is left out; in
-each micro-batch, in place of all that, where the unit is resident (showing its weights, and its shards again)."""
+each step, in place of all that, where the unit is resident (showing its weights, and its shards again)."""
 
 
 @dataclass(frozen=True, kw_only=True)

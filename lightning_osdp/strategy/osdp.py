@@ -44,6 +44,7 @@ from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import explain_step_error
 from lightning_osdp.strategy.runtime.launcher import GatheringLauncher, StartMethod, check_interactive
 from lightning_osdp.strategy.runtime.ranks import RanksTogether
+from lightning_osdp.strategy.sharding.resharding import writes_between_steps
 from lightning_osdp.strategy.sharding.units import Units, reusable_model
 
 
@@ -164,6 +165,7 @@ class OSDPStrategy(FSDPStrategy):
         self._setting_up = ExitStack()
         self._racing: Racing | None = None  # None before a fit, and in one without a race
         self._longer: LongerBatches | None = None  # None before a fit, and in one that keeps its plan for any batch
+        self._may_write = True  # code of users runs between two steps, beside hooks
         self._loading: load.Loading | None = None  # the checkpoint that the Trainer restores
         self.census: Census | None = None  # tensors alive when fit began, on CPU, where live tensors are counted
         # LightningCLI leaves out arguments that are given here: the plan decides them.
@@ -329,6 +331,8 @@ class OSDPStrategy(FSDPStrategy):
         host = self._sharded.host
         why_wait = why_updates_wait(self._trainer, self.optimizers) if len(host) else None
         self._sharded.begin_fit(updates_ahead=why_wait is None)
+        is_manual = not self._trainer.lightning_module.automatic_optimization
+        self._may_write = any(self._sharded.largest([int(is_manual or writes_between_steps(self._trainer))]))
         if why_wait is not None and any(map(host.held_in, self.optimizers)):
             rank_zero_info(f"OSDP: the host updates in the optimizer's step alone, not beside backward: {why_wait}.")
         if self._units.model is not None:
@@ -400,7 +404,8 @@ class OSDPStrategy(FSDPStrategy):
             self._sharded.reshard()
         with self._sharded.stepping(optimizer):
             result = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        self._sharded.reshard()  # a child that is still unsharded would run its next forward with old weights
+        # a child that is still unsharded would run its next forward with old weights
+        self._sharded.reshard(may_write=self._may_write)
         return result
 
     # weights and states

@@ -31,6 +31,8 @@ _METHODS = {
         "set_reduce_scatter_unused_params",  # public, and of 2.13
     ),
     FSDPState: (
+        "_cast_forward_inputs",
+        "_cast_output_dtype",
         "_lazy_init",
         "_pre_forward",
         "_post_forward",
@@ -40,6 +42,7 @@ _METHODS = {
         "_root_post_backward_final_callback",
     ),
     FSDPParamGroup: (
+        "_prefetch_unshard",
         "_register_post_backward_hook",
         "_to_sharded",
         "_to_sharded_post_forward",
@@ -95,6 +98,7 @@ _ATTRIBUTES = {
         "_partial_reduce_output",
         "_post_forward_indices",
         "_post_reduce_event",
+        "_sharded_state",
         "_reduce_scatter_comm",
         "_reshard_after_forward_event",
         "_training_state",
@@ -127,6 +131,7 @@ _ATTRIBUTES = {
         "reduce_dtype",
         "sharded_param",
         "sharded_size",
+        "sharded_state",
         "unsharded_accumulated_grad",
     ),
 }

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_osdp.apply.internals import access, dtensors, gathering
+from lightning_osdp.apply.internals import access, dtensors, gathering, resident
 from lightning_osdp.operations.stationary.exchanges import is_in_torch_func
 
 
@@ -194,6 +194,9 @@ class BackwardWatch:
             return
         if not (self._is_ending or self._has_got(index)):
             _leave_as_forward(group)
+            return
+        if resident.stays(group):
+            group._training_state = TrainingState.IDLE
             return
         have = [has_unreduced_gradient(parameter) for parameter in group.fsdp_params]
         self._note(index, have)

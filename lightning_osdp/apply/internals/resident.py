@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from lightning_osdp.apply.internals import access, dtensors, gathering, unsharded
 
@@ -32,6 +34,52 @@ def set_resident(module: nn.Module, *, is_resident: bool) -> None:
         setattr(group, _RESIDENT, is_resident)
 
 
+class _Places:
+    """Places of the parameters of a unit in its modules, which get whole weights and shards by turns.
+
+    Torch does the same, parameter by parameter, and so do all that watch what it frees, of which nothing is here.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._parameters = group, [*group.fsdp_params]
+        infos = [(each, each._module_info) for each in self._parameters]
+        self._places = [
+            (module, name, each)
+            for each, info in infos
+            for module, name in (
+                (info.module, info.param_name),
+                *zip(info.shared_modules, info.shared_param_names, strict=True),
+            )
+        ]
+        self._is_plain = all(
+            unsharded.is_shared(each) and getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__
+            for module, _, each in self._places
+        )
+
+    def show(self) -> bool:
+        """Puts whole weights into the modules; returns False where torch has to."""
+        if not self._is_plain:
+            return False
+        for module, name, each in self._places:
+            module._parameters[name] = each._unsharded_param
+        self._set_state(ShardedState.UNSHARDED)
+        return True
+
+    def hide(self) -> bool:
+        """Puts shards into the modules; returns False where torch has to, as for weights that got other memory."""
+        if not self._is_plain or any(map(_is_changed, self._parameters)):
+            return False
+        for module, name, each in self._places:
+            module._parameters[name] = each.sharded_param
+        self._set_state(ShardedState.SHARDED)
+        return True
+
+    def _set_state(self, state: ShardedState) -> None:
+        self._group._sharded_state = state
+        for each in self._parameters:
+            each.sharded_state = state
+
+
 class Residence:
     """Keeps unsharded weights of units that are told to stay so, as long as all their parameters are frozen.
 
@@ -49,6 +97,8 @@ class Residence:
     or ``to_local()``, of which no version tells. So it is where a step itself has written to shards, on all ranks, of a
     unit that it has not run yet.
 
+    Kept weights have values as long as a backward may read them, whether hooks are there that would gather them or not.
+
     ``agree`` is given what this rank has found of each group, 0 or 1, and returns the largest of all ranks.
 
     Attributes:
@@ -62,6 +112,9 @@ class Residence:
         self._is_open = True  # shards may have been written to since ranks last agreed
         self._is_complete = False  # all that may be kept was gathered
         self._kept: dict[Any, list[_Kept]] = {}  # groups that are kept unsharded -> their shards
+        self._hidden: dict[Any, list[tuple[int, ...]]] = {}  # groups whose marks were looked at -> these
+        self._when_hidden: dict[Any, Callable[[], None]] = {}
+        self._places: dict[Any, _Places] = {}  # of units that have been shown since they were gathered
         self._own_methods = {
             group: (group.unshard, group.wait_for_unshard, group._to_sharded) for group in groups
         }  # of torch: they gather what ``fsdp_params`` has, and leave shards in its place
@@ -84,28 +137,52 @@ class Residence:
             return self.keeps(group)
         if self._is_open or not (self._is_complete and stays(group) and self._is_unwritten(group)):
             return False
-        group.wait_for_unshard()
+        if group not in self._places:
+            group.wait_for_unshard()
+            self._places[group] = _Places(group)
+        elif not self._places[group].show():
+            group.wait_for_unshard()
         return True
 
+    def hide(self) -> None:
+        """Has modules show shards, as resharding does, of units that need nothing else for that."""
+        for group, places in self._places.items():
+            if group.is_unsharded and stays(group) and places.hide():
+                self._when_hidden.get(group, access.do_nothing)()
+                self._is_open |= self.opens_itself
+
+    def on_hidden(self, group: Any, call: Callable[[], None]) -> None:
+        """Calls a function whenever a unit may show its kept weights no longer."""
+        self._when_hidden[group] = call
+
     def settle(self) -> None:
-        """Ends that: what is outdated is freed, on all ranks. Call it on all of them."""
+        """Ends that: what is outdated is gathered anew, on all ranks. Call it on all of them."""
         if self._is_open:
             self._compare()
 
-    def _compare(self) -> None:
-        self._is_open = False
-        if not self._kept:
-            return
-        hidden = {group: _marks(group) for group in self._kept if not group.is_unsharded}
-        told = self._agree([int(group in hidden and self._is_outdated(group, hidden[group])) for group in self._groups])
-        for group, is_outdated in zip(self._groups, told, strict=True):
+    def reports(self) -> list[int]:
+        """Numbers of which ranks take the largest, to `take`: of each unit, whether its kept weights are outdated."""
+        self._is_open, self._hidden = False, {group: _marks(group) for group in self._kept if not group.is_unsharded}
+        return [int(group in self._hidden and self._is_outdated(group)) for group in self._groups]
+
+    def take(self, reports: Sequence[int]) -> None:
+        """Gathers anew what is outdated on any rank. Call it on all of them."""
+        for group, is_outdated in zip(self._groups, reports, strict=True):
             if is_outdated:
                 self._free(group)
-            elif group in hidden:
+            elif group in self._hidden:
                 self._kept[group] = [
                     known if known.mark == mark else known._replace(mark=mark)
-                    for known, mark in zip(self._kept[group], hidden[group], strict=True)
+                    for known, mark in zip(self._kept[group], self._hidden[group], strict=True)
                 ]
+        if any(reports):
+            gathering.gather_after(self._groups[0].comm_ctx)
+            gathering.outside_inference_mode(self._gather)
+
+    def _compare(self) -> None:
+        if self._kept:
+            self.take(self._agree(self.reports()))
+        self._is_open = False
 
     def free(self) -> None:
         """Keeps nothing of what was gathered so far; units are sharded when this is called."""
@@ -133,13 +210,14 @@ class Residence:
 
     def _gather_alone(self, group: Any, parameter: Any) -> None:
         every, group.fsdp_params = group.fsdp_params, [parameter]
+        state, group._training_state = group._training_state, TrainingState.IDLE  # in forward torch keeps the buffer
         parameter.free_unsharded_param = access.do_nothing
         try:
             for call in self._own_methods[group]:
                 call()
         finally:
             del parameter.free_unsharded_param
-            group.fsdp_params = every
+            group.fsdp_params, group._training_state = every, state
         _share(group, parameter)
 
     def _keep(self, group: Any) -> None:
@@ -149,6 +227,7 @@ class Residence:
             for each in group.fsdp_params
         ]
         self._kept[group] = [*map(_Kept, _marks(group), hashes)]
+        self._places.pop(group, None)
 
     def _unshard(self, group: Any, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if group in self._kept and not group.is_unsharded:
@@ -157,11 +236,7 @@ class Residence:
             elif not stays(group):
                 self._free(group)
         if not self._is_complete and group._training_state == TrainingState.FORWARD:
-            group._training_state = TrainingState.IDLE  # in forward torch keeps the latest buffer
-            try:
-                gathering.outside_inference_mode(self._gather)
-            finally:
-                group._training_state = TrainingState.FORWARD
+            gathering.outside_inference_mode(self._gather)
         if group not in self._kept:
             unshard(*args, **kwargs)
 
@@ -177,11 +252,14 @@ class Residence:
             self._keep(group)
 
     def _leave(self, group: Any, to_sharded: Callable[[], None]) -> None:
+        self._when_hidden.get(group, access.do_nothing)()
         if group in self._kept and not stays(group):
+            _outdate(group)
             _part(group)
             if not group.is_unsharded:
                 self._free(group)
             self._kept.pop(group, None)
+            self._places.pop(group, None)
         if group not in self._kept:
             to_sharded()
             return
@@ -197,6 +275,9 @@ class Residence:
     def _free(self, group: Any) -> None:
         self._is_complete = False
         del self._kept[group]
+        self._places.pop(group, None)
+        if not stays(group):
+            _outdate(group)
         _part(group)
         for parameter in group.fsdp_params:
             parameter.free_unsharded_param()
@@ -205,11 +286,11 @@ class Residence:
         """Tells if nobody can have written to this rank's shards since ranks last agreed."""
         return [known.mark for known in self._kept[group]] == _marks(group)
 
-    def _is_outdated(self, group: Any, marks: Sequence[tuple[int, ...]]) -> bool:
-        """Tells if this rank's shards, with these marks, differ from its rows of the kept weights, bit by bit."""
+    def _is_outdated(self, group: Any) -> bool:
+        """Tells if this rank's shards of a hidden unit differ from its rows of the kept weights, bit by bit."""
         if not stays(group):
             return True
-        shards = zip(group.fsdp_params, self._kept[group], marks, strict=True)
+        shards = zip(group.fsdp_params, self._kept[group], self._hidden[group], strict=True)
         return any(_differs(group, parameter, known.hash) for parameter, known, mark in shards if mark != known.mark)
 
 
@@ -217,6 +298,20 @@ def stays(group: Any) -> bool:
     """Tells if a unit stays unsharded: it is told to, and its parameters are all frozen."""
     is_resident = getattr(group, _RESIDENT, False)
     return is_resident and not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+
+
+def _outdate(group: Any) -> None:
+    """Has backward raise, and not compute with memory that is gone, where forward has saved weights of a unit."""
+    for parameter in group.fsdp_params:
+        increment_version(parameter._unsharded_param)
+
+
+def _is_changed(parameter: Any) -> bool:
+    """Tells if somebody has unfrozen an unsharded weight, given it other memory, or refers to its memory by NumPy."""
+    whole, (gathered,) = parameter._unsharded_param, parameter.all_gather_outputs
+    if whole.data_ptr() != gathered.data_ptr() or not gathered.untyped_storage().resizable():
+        return True
+    return bool(whole.requires_grad != parameter.sharded_param.requires_grad)
 
 
 def _num_bytes(parameter: Any) -> int:

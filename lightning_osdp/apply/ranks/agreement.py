@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.internals import access, backward, dtensors, gathering, unsharded
+from lightning_osdp.apply.internals import access, backward, dtensors, gathering, resident, unsharded
 from lightning_osdp.apply.ranks.buffers import Buffers, apart
 from lightning_osdp.apply.ranks.hosts import new_host_group
 from lightning_osdp.apply.units import OVER_ALL
@@ -78,6 +78,7 @@ class Agreement:
       samples.
     - Buffers are those of rank 0 when training begins. Buffers that have changed are taken from rank 0 before each step
       of an optimizer.
+    - Resident units are gathered anew where a step has written to their shards after it had run them.
     - All ranks refuse a step if one rank finds writes to unsharded parameters that its shards cannot take over.
     - In a step that may be given up ranks meet before each collective, where one that cannot go on tells the others:
       none of them waits in a collective that it will not come to.
@@ -88,6 +89,7 @@ class Agreement:
         root: nn.Module,
         groups: Sequence[Any],
         writes: unsharded.GatheredWrites,
+        residence: resident.Residence,
         *,
         num_exchanging: int,
         in_nodes: Sequence[tuple[str, Any]],
@@ -110,7 +112,7 @@ class Agreement:
             parameters += [parameter for parameter, _ in access.parameters_of(group)]
             gathering.on_collectives(group, partial(self._note_collective, index), self._has_entered)
         self._watch = backward.BackwardWatch(root, groups, self._note_gradients)
-        self._buffers, self._writes = Buffers(root), writes
+        self._buffers, self._writes, self._residence = Buffers(root), writes, residence
         # Keys are identities: the hash of a tensor is slow.
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
@@ -155,7 +157,7 @@ class Agreement:
         """Forgets gradients that were dropped since the last backward."""
         self._watch.is_announced = True
         for start, group in zip(self._starts, self._groups, strict=True):
-            if backward.has_partial_gradients(group):
+            if backward.has_partial_gradients(group) or resident.stays(group):
                 continue
             for place, (parameter, owner) in enumerate(access.parameters_of(group), start):
                 if parameter.grad is None and not backward.has_unreduced_gradient(owner):
@@ -185,7 +187,7 @@ class Agreement:
             RanksApartError: ranks have run different units since the last step, or nodes have different values.
             ConfigurationError: the step before has written to parameters that cannot be taken over.
         """
-        written, used = self._writes.reports(), list[int](self._has_gradient)
+        outdated, written, used = self._residence.reports(), self._writes.reports(), list[int](self._has_gradient)
         if self._group is not None:
             is_early = self._num_steps < _NUM_CHECKED
             if is_early or self._num_exchanging:
@@ -194,13 +196,14 @@ class Agreement:
                 self._check_nodes()
             self._num_steps += 1
             hashes = ((self._order, -self._order), (self._functions, -self._functions))
-            parts = (*hashes, self._buffers.reports(), written, used)
+            parts = (*hashes, self._buffers.reports(), outdated, written, used)
             largest = iter(self._largest([*chain(*parts)]))
-            order, functions, buffers, written, used = (list(islice(largest, len(part))) for part in parts)
+            order, functions, buffers, outdated, written, used = (list(islice(largest, len(part))) for part in parts)
             self._order = self._functions = self._num_begun = 0
             _check_same(order, self._same_units)
             _check_same(functions, _SAME_FUNCTIONS)
             self._buffers.take(buffers, self._group)
+        self._residence.take(outdated)
         self._writes.check(written)
         for group in () if self._has_dropped else optimizer.param_groups:
             for parameter in group["params"]:

@@ -213,7 +213,7 @@ def overhead_s(
     With G all-gathers and R reduce-scatters in K micro-batches, and C calls of the unit's modules in each:
 
         t = G gather + K (flatten + (C - 1) call) + R reduce + (K - R) accumulate
-        t = K (stay + C call)    where it is resident
+        t = stay + call    where it is resident
 
     The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
     """
@@ -228,6 +228,7 @@ def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
     All parameters are gathered; all else is done with gradients, of which what is frozen has none. For a unit that is
     frozen as a whole, hooks alone run in backward: there is nothing to reduce, nor to leave for the next micro-batch.
     Hooks around the first call of a unit's modules are in the part of flattening, and those of further calls beside it.
+    A resident unit has none after the first call in a step.
     Gradients are copied to be reduced: read in the dtype of computing, and written in that of reducing.
 
     References:
@@ -239,7 +240,7 @@ def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
         return 0.0
     calls_s = cluster.call_s * max(len(unit.modules), len(unit.calls))
     if part == "stay":
-        return overhead.seconds(0, max(1, len(unit.parameters))) + calls_s
+        return overhead.seconds(0, max(1, len(unit.parameters))) + cluster.call_s
     if part == "gather":
         return overhead.seconds(unit.gathered_bytes, max(1, len(unit.parameters)))
     again_s = calls_s - cluster.call_s if part == "flatten" and not unit.is_root else 0.0

@@ -142,8 +142,10 @@ def _overheads(
 ) -> Mapping[str, int]:
     counts = _counts(effects, num_calls, num_reached, has_gradients, num_micro_batches)
     found = dict.fromkeys(UNIT_PARTS, 0)
-    if not effects.exchanges:
-        found["stay" if effects.is_resident else "flatten"] = num_micro_batches
+    if effects.is_resident:
+        found["stay"] = 1
+    elif not effects.exchanges:
+        found["flatten"] = num_micro_batches
     for kind, part in OVERHEAD.items():
         found[part] += counts[kind]
     return found

@@ -425,8 +425,10 @@ class Host:
         effects = self.effects[unit]
         if effects.exchanges:
             self.exchange("exchange_input_gradients", unit)
-        else:
-            self.note("stay" if effects.is_resident else "flatten", unit)
+        elif not effects.is_resident:
+            self.note("flatten", unit)
+        elif self.is_last:
+            self.note("stay", unit)
         self.leave(unit)
         for kind in effects.reductions[self.is_last] if self.units[unit].gradient_bytes else ():
             self.note(kind, unit)

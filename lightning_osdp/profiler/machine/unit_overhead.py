@@ -31,8 +31,8 @@ _SLICES = 8
 _REPEATS = 4 * REPEATS_TOGETHER
 """Runs of these chains, which are short."""
 _UNIT_CALLS, _TENSOR_CALLS = 3.0, 1.0
-"""Host time that a resident unit takes in a micro-batch for itself, and for each of its parameters, as a multiple of
-that of hooks around a call: it shows whole weights and then shards. [Empirical: Python on one core of an AMD EPYC.]"""
+"""Host time that a resident unit takes in a step for itself, and for each of its parameters, as a multiple of that of
+hooks around a call: it shows whole weights and then shards. [Empirical: Python on one core of an AMD EPYC.]"""
 _COLLECTIVES = (REPEATS_TOGETHER + 1) * (_FEW + _MANY) * 3
 """Collectives that are timed for each kind of unit: all-gathers of forward alone, all-gathers and reduce-scatters of
 forward and backward."""

@@ -22,6 +22,16 @@ _CALLBACK_HOOKS = tuple(
 )
 """Hooks of callbacks; a Trainer calls each before the module's hook of the same name."""
 
+_BETWEEN_STEPS = (
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "lr_scheduler_step",
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+)
+"""Methods of modules and datamodules that run after ranks have agreed in one step, and before the next one."""
+
 _LIBRARY_MODULES = ("lightning.", "lightning_osdp.")
 """Packages whose callbacks do not read parameters, or reshard before they do."""
 
@@ -45,6 +55,15 @@ class Resharding(pl.Callback):
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
         self._is_written: dict[str, bool] = {}
+        self._on_any_rank: set[str] = set()
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # a callback may be on one rank alone
+        written = self._sharded.largest([int(_is_written(hook, trainer)) for hook in _CALLBACK_HOOKS])
+        self._on_any_rank = {hook for hook, is_written in zip(_CALLBACK_HOOKS, written, strict=True) if is_written}
+        self._is_written.clear()
+        self._before("on_train_start", trainer)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -75,8 +94,15 @@ class Resharding(pl.Callback):
         if hook not in self._is_written:
             # a user's own optimizer_zero_grad, which comes next, may clear gradients of all parameters that it finds
             hooks = (hook, "optimizer_zero_grad") if hook == "on_before_zero_grad" else (hook,)
-            self._is_written[hook] = any(_is_written(name, trainer) for name in hooks)
+            self._is_written[hook] = hook in self._on_any_rank or any(_is_written(name, trainer) for name in hooks)
         return self._is_written[hook]
+
+
+def writes_between_steps(trainer: pl.Trainer) -> bool:
+    """Tells whether user code runs between two steps, beside hooks before which units are resharded."""
+    datamodule = getattr(trainer, "datamodule", None)
+    holders = [trainer.lightning_module, *([] if datamodule is None else [datamodule])]
+    return any(_has_own(hook, holder) for hook in _BETWEEN_STEPS for holder in holders)
 
 
 def _is_written(hook: str, trainer: pl.Trainer) -> bool:
@@ -84,14 +110,19 @@ def _is_written(hook: str, trainer: pl.Trainer) -> bool:
     for holder in (*all_callbacks(trainer), trainer.lightning_module):
         if not getattr(holder, "reads_parameters", True):
             continue  # the callback's author says that it neither reads nor changes parameters
-        if hook in vars(holder):  # LambdaCallback sets hooks on the instance
-            return True
         if isinstance(holder, BaseFinetuning) and hook == "on_train_epoch_start":
             return True  # BaseFinetuning reads parameters there, to add them to optimizers
-        owner = next((base.__module__ for base in type(holder).__mro__ if hook in vars(base)), _LIBRARY_MODULES[0])
-        if not owner.startswith(_LIBRARY_MODULES):
+        if _has_own(hook, holder):
             return True
     return False
+
+
+def _has_own(hook: str, holder: object) -> bool:
+    """Tells whether an object has a hook that is none of the libraries'."""
+    if hook in vars(holder):  # LambdaCallback sets hooks on the instance
+        return True
+    owner = next((base.__module__ for base in type(holder).__mro__ if hook in vars(base)), _LIBRARY_MODULES[0])
+    return not owner.startswith(_LIBRARY_MODULES)
 
 
 for _name in set(_CALLBACK_HOOKS) - set(vars(Resharding)):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from contextlib import contextmanager
+from functools import wraps
 from unittest import mock
 
 import lightning as L
@@ -18,7 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
-from lightning_osdp.apply.internals import sharding
+from lightning_osdp.apply.internals import calls, sharding
 from lightning_osdp.apply.internals.gathering import whole_storages
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.parts import Block
@@ -238,6 +239,65 @@ def enters_units():
 def test_torch_enters_a_frozen_unit_to_gather_it_and_no_more(ranks):
     for of_frozen, of_trained in ranks(2).run(enters_units):
         assert (of_frozen, set(of_trained), len(of_trained) > 4) == (1, {STEPS}, True)
+
+
+class Looks(L.Callback):
+    """Notes where hooks of a module stand among those of a user, before and after a step."""
+
+    def __init__(self, name):
+        self._name, self.found = name, []
+
+    def _look(self, module):
+        hooks = (module.get_submodule(self._name)._forward_pre_hooks, module.get_submodule(self._name)._forward_hooks)
+        self.found.append([[getattr(hook, "__name__", "") for hook in each.values()] for each in hooks])
+
+    def on_train_start(self, fit, module):
+        unit = module.get_submodule(self._name)
+        for prepend in (True, False):
+            unit.register_forward_pre_hook(_users, prepend=prepend)
+            unit.register_forward_hook(_users, prepend=prepend)
+
+    def on_train_batch_start(self, fit, module, *_):
+        self._look(module)
+
+    def on_train_batch_end(self, fit, module, *_):
+        self._look(module)
+
+
+def _users(*_):
+    """Hook of a user, which does nothing."""
+
+
+def calls_hooks():
+    """How often hooks of modules of frozen units are called in a fit, and where they stand among a user's."""
+    plan, frozen = planned()
+    for modules in JOINED:
+        plan = with_unit(plan, modules)
+    module, called, looks = made(), Counter(), Looks("backbone.2")
+    frozen = [module.get_submodule(name) for name in frozen]
+
+    def counted(name):
+        original = getattr(calls._Call, name)
+
+        @wraps(original)
+        def run(self, of, *args):
+            called[name] += of in frozen
+            return original(self, of, *args)
+
+        return mock.patch.object(calls._Call, name, run)
+
+    with counted("begin"), counted("end"):
+        ran(module, plan, callbacks=[looks])
+    num_units = len({unit.name for unit in plan.units if module.get_submodule(unit.name) in frozen})
+    return dict(called), len(frozen), num_units, looks.found
+
+
+def test_modules_of_a_frozen_unit_have_no_hooks_while_it_is_unsharded(ranks):
+    for called, num_modules, num_units, found in ranks(2).run(calls_hooks):
+        # torch enters the first unit in the first step, to gather all of them
+        assert called["begin"] <= num_modules + num_units * (STEPS - 1) < num_modules * STEPS
+        assert called["end"] <= num_modules
+        assert found == [[["_users", "begin", "_users"], ["_users", "end", "_users"]]] * 2 * STEPS
 
 
 def finetunes_like_others():
