@@ -148,7 +148,7 @@ class ShardedModel:
         for group in self._groups:
             unsharded.Freezing(group)
         self._reduce_scatters = in_flight.ReduceScatters(
-            module, self._groups, self._update_ahead if len(self.host) else access.do_nothing
+            module, self._groups, self._update_ahead if len(self.host) else access.do_nothing, self._begin_agreement
         )
         self._agreement = Agreement(
             module,
@@ -159,10 +159,14 @@ class ShardedModel:
             in_nodes=self._exchanging.in_nodes,
         )
         self._waiting = backward.WaitingForwards(module, self._exchanging.add_outputs)
+        self._taking = self._take_over(module)
+        self._is_opened = self._agrees_early = self._accumulates = False
+        self._may_be_planned = True
+
+    def _take_over(self, module: nn.Module) -> list[Any]:
         access.set_owner(module, self)
         self.carry_hooks()
-        self._taking = state.takes_whole(module)
-        self._is_opened, self._may_be_planned = False, True
+        return state.takes_whole(module)
 
     @classmethod
     def planned(cls, module: nn.Module, plan: Plan, **kwargs: Any) -> ShardedModel:
@@ -278,9 +282,21 @@ class ShardedModel:
         with self._exchanging.outputs.agreed(numbers):
             yield loss
 
-    def before_backward(self) -> None:
-        """Prepares backward, after forward."""
+    def before_backward(self, *, is_followed: bool = False) -> None:
+        """Prepares backward, after forward.
+
+        Args:
+            is_followed: `before_optimizer_step` is called right after this backward, if it is not in `accumulating`:
+                what ranks agree on there they then begin with beside the last reduce-scatters.
+        """
+        self._agrees_early = is_followed and not self._accumulates
         self._agreement.begin_backward()
+
+    def _begin_agreement(self) -> None:
+        """Begins, at the end of backward, to agree on what `before_optimizer_step` needs."""
+        if self._agrees_early:
+            self._agrees_early = False
+            self._agreement.begin_settling()
 
     def after_backward(self) -> None:
         """Drops gradients of parameters that no rank has used, before users look at gradients or assign others."""
@@ -318,9 +334,11 @@ class ShardedModel:
         Where each micro-batch reduces gradients inside of nodes, they stay reduced so.
         """
         accumulate(self.units, is_last=False)
+        self._accumulates = True
         try:
             yield
         finally:
+            self._accumulates = False
             accumulate(self.units, is_last=True)
 
     def reshard(self, *, may_write: bool = True) -> None:

@@ -44,7 +44,7 @@ from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import explain_step_error
 from lightning_osdp.strategy.runtime.launcher import GatheringLauncher, StartMethod, check_interactive
 from lightning_osdp.strategy.runtime.ranks import RanksTogether
-from lightning_osdp.strategy.sharding.resharding import writes_between_steps
+from lightning_osdp.strategy.sharding.resharding import runs_after_backward, writes_between_steps
 from lightning_osdp.strategy.sharding.units import Units, reusable_model
 
 
@@ -166,6 +166,7 @@ class OSDPStrategy(FSDPStrategy):
         self._racing: Racing | None = None  # None before a fit, and in one without a race
         self._longer: LongerBatches | None = None  # None before a fit, and in one that keeps its plan for any batch
         self._may_write = True  # code of users runs between two steps, beside hooks
+        self._agrees_late = True  # it runs between backward and the optimizer's step
         self._loading: load.Loading | None = None  # the checkpoint that the Trainer restores
         self.census: Census | None = None  # tensors alive when fit began, on CPU, where live tensors are counted
         # LightningCLI leaves out arguments that are given here: the plan decides them.
@@ -332,7 +333,8 @@ class OSDPStrategy(FSDPStrategy):
         why_wait = why_updates_wait(self._trainer, self.optimizers) if len(host) else None
         self._sharded.begin_fit(updates_ahead=why_wait is None)
         is_manual = not self._trainer.lightning_module.automatic_optimization
-        self._may_write = any(self._sharded.largest([int(is_manual or writes_between_steps(self._trainer))]))
+        found = (is_manual or runs(self._trainer) for runs in (writes_between_steps, runs_after_backward))
+        self._may_write, self._agrees_late = map(bool, self._sharded.largest([*map(int, found)]))
         if why_wait is not None and any(map(host.held_in, self.optimizers)):
             rank_zero_info(f"OSDP: the host updates in the optimizer's step alone, not beside backward: {why_wait}.")
         if self._units.model is not None:
@@ -383,7 +385,7 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        self._sharded.before_backward()
+        self._sharded.before_backward(is_followed=not self._agrees_late)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -19,7 +19,7 @@ IN_A_TRIAL = "in the first step of a plan's turn in a race, which may be taken a
 ON_THE_DEVICE = "from one place on the device to another"
 ALLOWED = {
     ("apply/activations/blocks.py", "updated"): "in the first forward of a block",
-    ("apply/ranks/agreement.py", "_largest"): ON_THE_HOST,
+    ("apply/ranks/agreement.py", "end"): ON_THE_HOST,
     ("apply/ranks/agreement.py", "_meet"): ON_THE_HOST,
     ("apply/internals/backward.py", "copy_gradients"): IN_A_TRIAL,
     ("apply/internals/backward.py", "restore"): IN_A_TRIAL,

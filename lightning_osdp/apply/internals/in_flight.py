@@ -36,12 +36,17 @@ class ReduceScatters:
         groups: their parameters; reduce-scatters of those that are not reduced by gloo are left as they are.
         on_reduced: called with a group when its shards have been given gradients, if it had any; on a GPU they are
             there after the group's ``_post_reduce_event``.
+        on_begun: called at the end of backward, when all have begun.
     """
 
     def __init__(
-        self, root: nn.Module, groups: Sequence[Any], on_reduced: Callable[[Any], None] = access.do_nothing
+        self,
+        root: nn.Module,
+        groups: Sequence[Any],
+        on_reduced: Callable[[Any], None] = access.do_nothing,
+        on_begun: Callable[[], None] = access.do_nothing,
     ) -> None:
-        self._most, self._on_reduced = REDUCTIONS_IN_FLIGHT, on_reduced
+        self._most, self._on_reduced, self._on_begun = REDUCTIONS_IN_FLIGHT, on_reduced, on_begun
         self._in_flight: deque[_Begun] = deque()
         self._latest: _Begun | None = None  # in the unit whose gradients torch is about to set
         for group in groups:
@@ -90,6 +95,7 @@ class ReduceScatters:
 
     def _end(self, end: Callable[[], None]) -> None:
         end()
+        self._on_begun()
         self.finish()
 
 

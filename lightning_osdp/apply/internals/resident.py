@@ -112,7 +112,7 @@ class Residence:
         self._is_open = True  # shards may have been written to since ranks last agreed
         self._is_complete = False  # all that may be kept was gathered
         self._kept: dict[Any, list[_Kept]] = {}  # groups that are kept unsharded -> their shards
-        self._hidden: dict[Any, list[tuple[int, ...]]] = {}  # groups whose marks were looked at -> these
+        self._marks: dict[Any, list[tuple[int, ...]]] = {}  # groups that were reported on -> marks of their shards
         self._when_hidden: dict[Any, Callable[[], None]] = {}
         self._places: dict[Any, _Places] = {}  # of units that have been shown since they were gathered
         self._own_methods = {
@@ -156,24 +156,29 @@ class Residence:
         self._when_hidden[group] = call
 
     def settle(self) -> None:
-        """Ends that: what is outdated is gathered anew, on all ranks. Call it on all of them."""
+        """Ends that time: what is outdated is gathered anew, on all ranks. Call it on all of them."""
         if self._is_open:
             self._compare()
 
-    def reports(self) -> list[int]:
-        """Numbers of which ranks take the largest, to `take`: of each unit, whether its kept weights are outdated."""
-        self._is_open, self._hidden = False, {group: _marks(group) for group in self._kept if not group.is_unsharded}
-        return [int(group in self._hidden and self._is_outdated(group)) for group in self._groups]
+    def reports(self, *, of_all: bool = True) -> list[int]:
+        """Numbers of which ranks take the largest, to `take`: of each unit, whether its kept weights are outdated.
+
+        Args:
+            of_all: report on units, too, that show these weights.
+        """
+        self._is_open = False
+        self._marks = {group: _marks(group) for group in self._kept if of_all or not group.is_unsharded}
+        return [int(group in self._marks and self._is_outdated(group)) for group in self._groups]
 
     def take(self, reports: Sequence[int]) -> None:
-        """Gathers anew what is outdated on any rank. Call it on all of them."""
+        """Gathers anew what is outdated on any rank, and hidden by now. Call it on all of them."""
         for group, is_outdated in zip(self._groups, reports, strict=True):
             if is_outdated:
                 self._free(group)
-            elif group in self._hidden:
+            elif group in self._marks:
                 self._kept[group] = [
                     known if known.mark == mark else known._replace(mark=mark)
-                    for known, mark in zip(self._kept[group], self._hidden[group], strict=True)
+                    for known, mark in zip(self._kept[group], self._marks[group], strict=True)
                 ]
         if any(reports):
             gathering.gather_after(self._groups[0].comm_ctx)
@@ -181,7 +186,7 @@ class Residence:
 
     def _compare(self) -> None:
         if self._kept:
-            self.take(self._agree(self.reports()))
+            self.take(self._agree(self.reports(of_all=False)))
         self._is_open = False
 
     def free(self) -> None:
@@ -287,10 +292,10 @@ class Residence:
         return [known.mark for known in self._kept[group]] == _marks(group)
 
     def _is_outdated(self, group: Any) -> bool:
-        """Tells if this rank's shards of a hidden unit differ from its rows of the kept weights, bit by bit."""
+        """Tells if this rank's shards of a unit differ from its rows of the kept weights, bit by bit."""
         if not stays(group):
             return True
-        shards = zip(group.fsdp_params, self._kept[group], self._hidden[group], strict=True)
+        shards = zip(group.fsdp_params, self._kept[group], self._marks[group], strict=True)
         return any(_differs(group, parameter, known.hash) for parameter, known, mark in shards if mark != known.mark)
 
 

@@ -56,7 +56,7 @@ _SAME_FUNCTIONS = (
 
 
 class Agreement:
-    """Compares ranks once in an optimizer step, by one small all-reduce between hosts.
+    """Compares ranks once in an optimizer step, by one small all-reduce between hosts, beside backward where it can.
 
     Where training uses NCCL, this all-reduce is gloo's: a step must not wait for its device, and after an error of a
     device no collective of NCCL runs.
@@ -117,6 +117,7 @@ class Agreement:
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
         self._has_dropped = False  # since the last backward
+        self._begun: Callable[[], list[list[int]]] | None = None  # what `begin_settling` has begun, until it is used
         pairs = (pair for group in groups for pair in access.parameters_of(group))
         # each with a function that gives this rank's part
         self._in_nodes: list[tuple[str, Any, Callable[[], torch.Tensor]]] = [
@@ -136,6 +137,7 @@ class Agreement:
         """
         self._order = self._functions = self._num_begun = self._num_steps = 0
         self._watch.is_announced = False
+        self._begun = None
         if self._group is None:
             return
         self._buffers.begin()
@@ -155,7 +157,7 @@ class Agreement:
 
     def begin_backward(self) -> None:
         """Forgets gradients that were dropped since the last backward."""
-        self._watch.is_announced = True
+        self._watch.is_announced, self._begun = True, None
         for start, group in zip(self._starts, self._groups, strict=True):
             if backward.has_partial_gradients(group) or resident.stays(group):
                 continue
@@ -178,6 +180,29 @@ class Agreement:
                     parameter.grad = None
         self._has_dropped = True
 
+    def begin_settling(self) -> None:
+        """Begins the all-reduce of `settle`, which follows, at the end of backward, on all ranks that have one.
+
+        Where ranks have more to compare than that, `settle` begins it.
+        """
+        has_more = self._num_steps < _NUM_CHECKED or self._num_exchanging or self._meets or self._is_paused
+        if self._group is not None and not has_more:
+            self._begun = self._begin()
+
+    def _begin(self) -> Callable[[], list[list[int]]]:
+        """Begins to compare ranks; returns a function that waits for all, and gives the largest of each number."""
+        hashes = [[self._order, -self._order], [self._functions, -self._functions]]
+        used = [*map(int, self._has_gradient)]
+        parts = [*hashes, self._buffers.reports(), self._residence.reports(), self._writes.reports(), used]
+        self._order = self._functions = self._num_begun = 0
+        end = self._begin_largest([*chain(*parts)])
+
+        def told() -> list[list[int]]:
+            largest = iter(end())
+            return [[*islice(largest, len(part))] for part in parts]
+
+        return told
+
     def settle(self, optimizer: Optimizer) -> None:
         """Drops gradients of parameters that no rank has used, unless `end_backward` has. Call it on all ranks.
 
@@ -187,21 +212,16 @@ class Agreement:
             RanksApartError: ranks have run different units since the last step, or nodes have different values.
             ConfigurationError: the step before has written to parameters that cannot be taken over.
         """
-        outdated, written, used = self._residence.reports(), self._writes.reports(), list[int](self._has_gradient)
+        is_early, begun, self._begun = self._num_steps < _NUM_CHECKED, self._begun, None
+        if self._group is not None and (is_early or self._num_exchanging):
+            self._check(_STEP)
+        order, functions, buffers, outdated, written, used = (begun or self._begin())()
         if self._group is not None:
-            is_early = self._num_steps < _NUM_CHECKED
-            if is_early or self._num_exchanging:
-                self._check(_STEP)
+            _check_same(order, self._same_units)
+            _check_same(functions, _SAME_FUNCTIONS)
             if is_early or self._num_steps % _STEPS_BETWEEN == 0:
                 self._check_nodes()
             self._num_steps += 1
-            hashes = ((self._order, -self._order), (self._functions, -self._functions))
-            parts = (*hashes, self._buffers.reports(), outdated, written, used)
-            largest = iter(self._largest([*chain(*parts)]))
-            order, functions, buffers, outdated, written, used = (list(islice(largest, len(part))) for part in parts)
-            self._order = self._functions = self._num_begun = 0
-            _check_same(order, self._same_units)
-            _check_same(functions, _SAME_FUNCTIONS)
             self._buffers.take(buffers, self._group)
         self._residence.take(outdated)
         self._writes.check(written)
@@ -426,13 +446,23 @@ class Agreement:
 
     def _largest(self, values: Sequence[int]) -> list[int]:
         """Largest number over all ranks, for each place."""
+        return self._begin_largest(values)()
+
+    def _begin_largest(self, values: Sequence[int]) -> Callable[[], list[int]]:
+        """Begins to find these; returns a function that waits for them."""
         if self._group is None:
-            return [*values]
+            return lambda: [*values]
         if self._meets:
             self._meet()
         largest = torch.tensor(values, dtype=torch.int32, device="cpu")
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        return largest.tolist()
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+
+        def end() -> list[int]:
+            work.wait()
+            return largest.tolist()
+
+        return end
 
     def _note_gradients(self, unit: int, have: Sequence[bool]) -> None:
         self._has_dropped = False

@@ -105,6 +105,15 @@ def writes_between_steps(trainer: pl.Trainer) -> bool:
     return any(_has_own(hook, holder) for hook in _BETWEEN_STEPS for holder in holders)
 
 
+def runs_after_backward(trainer: pl.Trainer) -> bool:
+    """Tells whether user code runs between backward and the hook before an optimizer's step.
+
+    A module's own methods in place of Lightning's may begin a second backward, or take no step.
+    """
+    own = any(_has_own(name, trainer.lightning_module) for name in ("backward", "optimizer_step"))
+    return own or _is_written("on_after_backward", trainer)
+
+
 def _is_written(hook: str, trainer: pl.Trainer) -> bool:
     """Tells whether user code runs in this hook."""
     for holder in (*all_callbacks(trainer), trainer.lightning_module):

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
 from lightning_osdp.apply.internals import calls, sharding
 from lightning_osdp.apply.internals.gathering import whole_storages
+from lightning_osdp.apply.ranks.agreement import Agreement
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.parts import Block
 from tests.distributed.support.fits import fitted, largest_difference, plan_for, shared_folder, trainer
@@ -504,6 +505,99 @@ def test_what_is_written_to_frozen_weights_counts_from_then_on(ranks, cases):
             assert apart < 1e-12, name
             again = gathered.pop("twice")
             assert (again, set(gathered.values())) == (1 if name == "read" else 2, {1}), name
+
+
+class Transferring(Adapters):
+    """A method of the module that is no hook writes to frozen weights, between two steps."""
+
+    num_batches = 0
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.num_batches += 1
+        if self.num_batches == 3:
+            _rows(self, None)
+        return batch
+
+
+class Holding(Adapters):
+    """A step writes to shards that it has held on to, before it uses them."""
+
+    held = ()
+
+    def loss(self, batch):
+        self.num_steps = getattr(self, "num_steps", 0) + 1
+        if self.num_steps in {3, 5}:
+            with torch.no_grad():
+                self.held[0].mul_(0.5)
+        return super().loss(batch)
+
+    def on_train_start(self):
+        self.held = [self.twice.weight]
+
+
+def writes_out_of_sight():
+    """Differences from DDP where one rank alone has a hook, or a module writes outside of hooks; and gathers."""
+    plan, frozen = planned()
+    told = []
+    for kind, hooks in ((Adapters, ["on_train_batch_start"]), (Transferring, []), (Holding, [])):
+        module = made(kind)
+        with Gathers() as gathers:
+            _, found = ran(module, plan, callbacks=[Writing(_rows, hook) for hook in hooks if dist.get_rank() == 0])
+        _, expected = ran(made(kind), callbacks=[Writing(_rows, hook) for hook in hooks])
+        told.append((differs(found, expected), dict(zip(frozen, gathers.of(module, frozen), strict=True))))
+    return told
+
+
+def test_writes_are_seen_wherever_they_come_from(ranks):
+    for told in ranks(2).run(writes_out_of_sight):
+        assert [(apart < 1e-12, gathered["twice"]) for apart, gathered in told] == [(True, 2), (True, 2), (True, 3)]
+
+
+class Touching(L.Callback):
+    """Callback of which it is not known whether it writes to parameters."""
+
+    def on_train_batch_start(self, *_):
+        """Hook in each step."""
+
+
+class Untouched(Touching):
+    """Callback that says that it does not."""
+
+    reads_parameters = False
+
+
+def agreements(callbacks):
+    """Number of small all-reduces in each step, of which one begins beside reduce-scatters; and of these."""
+    plan, _ = planned()
+    numbers, early, original = [], [], Agreement._begin_largest
+
+    class Steps(L.Callback):
+        reads_parameters = False
+
+        def on_train_batch_start(self, *_):
+            numbers.append(0)
+
+    def counted(self, values):
+        numbers[-1:] = [each + 1 for each in numbers[-1:]]
+        return original(self, values)
+
+    def begun(self):
+        early.append(len(numbers))
+        return settling(self)
+
+    settling = Agreement.begin_settling
+    with (
+        mock.patch.object(Agreement, "_begin_largest", counted),
+        mock.patch.object(Agreement, "begin_settling", begun),
+    ):
+        ran(made(), plan, callbacks=[Steps(), *callbacks])
+    return numbers[3:-1], early
+
+
+@pytest.mark.parametrize(("callback", "number"), [(Untouched, 1), (Touching, 2)])
+def test_ranks_agree_once_in_a_step_and_once_more_where_a_hook_may_write(ranks, callback, number):
+    for numbers, early in ranks(2).run(agreements, callbacks=[callback()]):
+        assert (set(numbers), early) == ({number}, [*range(1, STEPS + 1)])
 
 
 def saves_and_resumes(state_dict_type):
