@@ -15,6 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.sched_setaffinity(0, _cores[_place % len(_cores) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])])
 
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import settings
 
 from lightning_osdp.core.affine import Affine
@@ -28,6 +29,13 @@ from lightning_osdp.planner.assign import Setting
 settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("random", deadline=None)
 settings.load_profile("same")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Looks for doctests in the package alone: here are none, and looking takes seconds."""
+    collectors = yield
+    return [each for each in collectors if not isinstance(each, DoctestModule)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,9 +2,6 @@ import pytest
 
 from tests.distributed.support.ranks import TIMEOUT_S, RankPool
 
-# Collecting doctests imports every file; of these, which have none, some import transformers for seconds.
-collect_ignore = ["support"]
-
 
 class _Pools:
     def __init__(self):
