@@ -44,7 +44,7 @@ OTHERS = ("encoder_decoder", "hierarchical_vit", "odd_mlp", "tied", "large_vocab
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        ("mingpt", 2),
+        slow("mingpt", 2),  # test_training.py has models that are smaller
         *(slow("3 wide Linears", number) for number in (2, 4)),
         *(slow(name, 2) for name in OTHERS),
     ],

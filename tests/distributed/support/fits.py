@@ -30,7 +30,9 @@ from tests.distributed.support.models import BATCH_SIZE, build
 
 WEIGHTS = SearchSpace().offered_modes
 """Modes that are offered by default, named: where links seem slow, activations move unasked else."""
-EVERYTHING = SearchSpace(modes=WEIGHTS, min_unit_bytes=0, share_units=False)
+WITHOUT_LEVELS = ("keep", "recompute")
+"""Choices of blocks for tests that are not about these: levels take as long to profile as all else."""
+EVERYTHING = SearchSpace(modes=WEIGHTS, min_unit_bytes=0, share_units=False, activations=WITHOUT_LEVELS)
 
 
 def stated_cluster(world_size):
@@ -56,7 +58,7 @@ def measuring_briefly(case):
     return few(once(mock.patch.multiple(unit_overhead, _REPEATS=4, _PATIENCE_S=0.0)(case)))
 
 
-PROFILED = {"exchanges": True, "activations": ("keep", "recompute")}
+PROFILED = {"exchanges": True, "activations": ("keep",)}
 _profiles = {}
 
 
@@ -192,7 +194,7 @@ def in_nodes(plan, modes, sync="every", sliced=()):
     return dataclasses.replace(plan, units=tuple(units), node_size=NODE_SIZE)
 
 
-SPACE = SearchSpace(modes=WEIGHTS, min_unit_bytes=1024)
+SPACE = SearchSpace(modes=WEIGHTS, min_unit_bytes=1024, activations=WITHOUT_LEVELS)
 
 
 def shared_folder():
