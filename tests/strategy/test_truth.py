@@ -56,7 +56,7 @@ class Net(L.LightningModule):
 def fit(tmp_path, stated_links):
     """Fits a model, or goes on with a Trainer; links are stated. Checks all that is said of the plan."""
 
-    def run(folder, *, module=None, trainer=None, loader_size=32, ckpt_path=None, accumulate=1, **options):
+    def run(folder, *, module=None, trainer=None, loader_size=32, ckpt_path=None, accumulate=1, length=4, **options):
         module = module or Net()
         trainer = trainer or quiet_trainer(
             OSDPStrategy(**options),
@@ -66,7 +66,7 @@ def fit(tmp_path, stated_links):
         )
         trainer.fit_loop.max_epochs = trainer.current_epoch + (2 if ckpt_path else 1)
         module.steps.clear()
-        trainer.fit(module, DataLoader(torch.ones(128, 16, 256), batch_size=loader_size), ckpt_path=ckpt_path)
+        trainer.fit(module, DataLoader(torch.ones(128, length, 256), batch_size=loader_size), ckpt_path=ckpt_path)
         path = tmp_path / folder / f"{loader_size}-{trainer.current_epoch}.ckpt"
         trainer.save_checkpoint(path)
         check(trainer, module, path)
@@ -110,8 +110,8 @@ def test_what_is_said_of_the_plan_is_what_runs(fit):
 
 @pytest.mark.filterwarnings("ignore:OSDP. dry run. rank 0 ran out of memory")
 def test_what_is_said_after_a_dry_run_has_changed_the_plan_is_what_runs(fit):
-    plan = fit("fit")[0].strategy.plan
+    plan = fit("fit", length=16)[0].strategy.plan
     short = dataclasses.replace(plan, memory_limit_bytes=round(0.8 * plan.peak_bytes))
-    trainer, module, _ = fit("dry", plan=short, dry_run=True)
+    trainer, module, _ = fit("dry", plan=short, dry_run=True, length=16)
     assert trainer.strategy.plan.notes[-1].startswith("dry run: rank 0 ran out of memory")
-    fit("dry", trainer=trainer, module=module)
+    fit("dry", trainer=trainer, module=module, length=16)

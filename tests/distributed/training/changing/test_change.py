@@ -65,7 +65,10 @@ def _with_sync(plan, draw):
     return dataclasses.replace(plan, units=tuple(units))
 
 
-def _with_blocks(plan, draw, choices=(*ACTIVATION_CHOICES[1:], *KEPT)):
+def _with_blocks(plan, draw, choices=None):
+    if choices is None:  # blocks with slices inside are at no level
+        levels = () if any(len(unit.treatments) > 1 for unit in plan.units) else KEPT
+        choices = (*ACTIVATION_CHOICES[1:], *levels)
     chosen = {name: draw.choice(choices) for name in draw.choice(NESTED)}
     blocks = (
         Block(name=name, treatment=Treatment(saves=choice), kept=KEPT.get(choice, ()))

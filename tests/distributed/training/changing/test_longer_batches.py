@@ -244,9 +244,9 @@ class Reads(Reader):
 
 
 def cannot_be_profiled():
-    limit_bytes = round(1.02 * usual_bytes())
+    limit_bytes = round(1.02 * usual_bytes(num_blocks=2))
     lengths = [FIRST] * 3 + [8 * FIRST] * 2
-    fit, _, recorder, told = fitted(limited(limit_bytes), lengths, module=Reads().double())
+    fit, _, recorder, told = fitted(limited(limit_bytes), lengths, module=Reads(num_blocks=2).double())
     return fit.global_step, recorder.numbers, told
 
 

@@ -32,7 +32,15 @@ from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
-STEPS = WARM_UP_STEPS + Race.of([False] * 5 + [True] * 2).most_steps + 4
+
+def steps_of(are_plain):
+    """Steps of a fit with a race of so many plans, and of a few after it."""
+    return WARM_UP_STEPS + Race.of(are_plain).most_steps + 4
+
+
+STEPS = steps_of([False] * 5 + [True] * 2)
+THREE = {"num_racers": 3, "steps": steps_of([False] * 3)}
+"""Options of a fit in which three plans race."""
 EVERY = SearchSpace(min_unit_bytes=0, sync=("every",), activations=("keep", "recompute"), slices=(1,))
 """Plans that add gradients up in one order; levels and slices, which are in none, are not searched for."""
 
@@ -501,16 +509,16 @@ def check(found, *, most_apart):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "precision", "places"),
+    ("world_size", "precision", "places", "options"),
     [
-        (2, "64-true", [-1]),
-        slow(2, "64-true", [0, 1]),
-        *(slow(*case, [0, 1, -1]) for case in ((4, "64-true"), (2, "32-true"), (2, "bf16-mixed"))),
+        (2, "64-true", [-1], THREE),
+        *(slow(*case, [0, 1, -1], {}) for case in itertools.product((2,), ("64-true", "32-true", "bf16-mixed"))),
+        slow(4, "64-true", [0, 1, -1], {}),
     ],
 )
-def test_a_race_trains_as_any_one_plan_does_and_the_fastest_goes_on(ranks, world_size, precision, places):
+def test_a_race_trains_as_any_one_plan_does_and_the_fastest_goes_on(ranks, world_size, precision, places, options):
     """All plans have turns, whichever is the fastest."""
-    for found in ranks(world_size).run(races, precision=precision, places=places):
+    for found in ranks(world_size).run(races, precision=precision, places=places, **options):
         for each in found:
             check(each, most_apart=0.0)
 
