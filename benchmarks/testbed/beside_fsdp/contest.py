@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import inf, log
-from statistics import median
+from statistics import fmean
 from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
@@ -398,7 +398,7 @@ class _Telling(pl.Callback):
         seconds = [later - earlier for earlier, later in pairwise(self._ends_s)][WARM_UP_STEPS - 1 :]
         racers = pairwise(self._racers[WARM_UP_STEPS - 1 :])
         usual = [each for each, pair in zip(seconds, racers, strict=True) if pair == (1, 1)]
-        return (len(seconds), sum(seconds) / median(usual) - len(seconds)) if usual else (0, 0.0)
+        return (len(seconds), sum(seconds) / fmean(usual) - len(seconds)) if usual else (0, 0.0)
 
 
 def _num_samples(plan: Plan) -> int:
