@@ -88,6 +88,7 @@ class Racing(pl.Callback):
         self._has_begun = False
         self._are_alike = True  # steps that count, by their elements
         self._run = RunBatches()  # of this turn
+        self._used: tuple[Plan, ...] = (racers[0].plan,)  # plans that ranks need not compare again
         self._is_decided = False  # no turn is left, and the plan that stays has to come into use
         self.is_over = len(racers) == 1
         # of this turn, or before the first one, or until the pace is looked at
@@ -339,7 +340,7 @@ class Racing(pl.Callback):
         if plan == self._model.sharded.plan:
             return True
         try:
-            self._model.sharded.use(plan)
+            self._model.sharded.use(plan, is_known=plan in self._used)
         except ConfigurationError as error:  # the same on all ranks
             self._num_refused += 1
             if self._num_refused == 1:
@@ -349,6 +350,7 @@ class Racing(pl.Callback):
                     f" the {stays} as soon as it can."
                 )
             return False
+        self._used = (*self._used, plan)
         return True
 
     def _result(self) -> str:

@@ -107,7 +107,7 @@ class Model:
     def plan(self):
         return self.used[-1]
 
-    def use(self, plan):
+    def use(self, plan, **_):
         self.used.append(plan)
 
 
