@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import flop_registry
 
 from benchmarks import published
 from benchmarks.measures.simulated.allocator import CachingAllocator
@@ -174,6 +175,14 @@ def test_torchs_own_step_holds_what_is_predicted_of_a_row(checkpointing, reshard
     found = measure(Case(checkpointing=checkpointing, reshard=reshard, zeroes_first=zeroes_first, **common))
     assert found["counted_gib"] == pytest.approx(found["live_gib"], rel=0.01)
     assert found["allocator_gib"] > found["counted_gib"]
+
+
+def test_a_part_of_attention_is_counted_where_one_is_told():
+    common = {"set": "", "model": "tiny", "machine": "4 a100-80", "sequence": 2048, "batch": 2, "checkpointing": "none"}
+    before = dict(flop_registry)
+    whole_s, half_s = (measure(Case(**common, attention=part))["compute_s"] for part in (None, 0.5))
+    assert half_s < whole_s
+    assert dict(flop_registry) == before
 
 
 def test_fsdp1_has_a_pool_for_what_it_reduces():
