@@ -365,6 +365,7 @@ class Racing(pl.Callback):
             else f" against {format_seconds(race.median_s(other))} of {self._racers[other].name}"
         )
         won_s, plan = race.median_s(winner), self._racers[winner].plan
+        slower += ", which is not clearly faster" if other is not None and race.median_s(other) < won_s else ""
         predicted_s = plan.corrected_step_time_s or plan.step_time_s
         return (
             f"{self._racers[winner].name} won the race of {len(self._racers)} plans: {format_seconds(won_s)} a step"

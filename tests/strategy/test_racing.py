@@ -265,3 +265,13 @@ def test_one_sentence_says_who_won(seconds, text):
         race._race = race._race.after([seconds[turn.racer]] * turn.num_steps)
     won_s = min(seconds)
     assert race._result() == f"{text} was predicted, {abs(0.2 / won_s - 1):.0%} off"
+
+
+def test_the_sentence_says_that_a_faster_one_was_not_clearly_so():
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), global_step=0)
+    race = Racing(trainer, SimpleNamespace(model=Model()), [racer("the plan", 0.2), racer("other", 0.2)])
+    race._race = race._race.after([1.0, 0.2, 0.22]).after([1.0, 0.19, 0.22])
+    assert race._result() == (
+        "the plan won the race of 2 plans: 210 ms a step against 205 ms of other, which is not clearly faster;"
+        " 200 ms was predicted, 5% off"
+    )
