@@ -48,6 +48,9 @@ class Case:
 CASES = (
     Case(model="llama31_70b", machine="4x8 h100-sxm, 8x400gbit", sequence=4096, roofline=1.039),
     Case(model="llama31_70b", machine="16x8 h100-sxm, 8x400gbit", sequence=4096, roofline=1.092),
+    Case(model="llama31_8b", machine="8 h100-sxm", sequence=12288, roofline=1.074),
+    Case(model="llama31_8b", machine="8 h100-sxm", sequence=16384, roofline=1.087),
+    Case(model="llama31_70b", machine="4x8 h100-sxm, 8x400gbit", sequence=8192, roofline=1.017),
     Case(model="llama31_8b", machine="8 a100-80", sequence=12288, roofline=1.080),
     Case(model="llama31_8b", machine="8 a100-80", sequence=16384, roofline=1.087),
     Case(model="llama31_8b", machine="8 rtx-4090", sequence=1024, roofline=1.0),
