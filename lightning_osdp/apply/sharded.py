@@ -22,6 +22,7 @@ from lightning_osdp.apply.internals import (
     calls,
     dtensors,
     gathering,
+    host_shards,
     in_flight,
     resident,
     sharding,
@@ -67,7 +68,7 @@ class ShardedModel:
         plan: the plan as `executed`; None without one.
         reusable: data that a strategy keeps with the model from one Trainer to the next.
         check_options: raises where a plan contradicts other options of the user.
-        host: rows of parameters that the host updates.
+        host: rows of parameters that the host updates, and shards that it has.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class ShardedModel:
                 child.set_reduce_scatter_unused_params(True, recurse=False)
         hosted = [access.group_of(unit.handle) for unit in self.units if effects_of(unit.treatment).updates_on_host]
         shards = (shard for group in hosted if group is not None for shard, _ in access.parameters_of(group))
-        self.host = HostRows(shards, device)
+        self.host = HostRows(shards, device, (parameter.sharded_param for parameter in self._on_host))
         self._ahead = UpdatesAhead(self.host, device)
         self._ahead.room_bytes = _room_on_host(plan)
         self._set_prefetch()
@@ -208,6 +209,11 @@ class ShardedModel:
         groups = (access.group_of(unit.handle) for unit in self.units)
         return tuple(group for group in groups if group is not None)
 
+    @cached_property
+    def _on_host(self) -> Sequence[Any]:
+        """Parameters whose shards are on the host."""
+        return host_shards.kept(self._groups)
+
     @property
     def is_opened(self) -> bool:
         """True if ``state_dict()`` of the module may be called: it gives whole tensors, or shards are wanted."""
@@ -261,6 +267,7 @@ class ShardedModel:
         with self._agreement.evaluating():
             result = self.run(step, *args, **kwargs)
         self._exchanging.outputs.release()
+        host_shards.wait_for_copies(self._on_host)
         return result
 
     def forget_gradients(self) -> None:
@@ -302,6 +309,7 @@ class ShardedModel:
         """Drops gradients of parameters that no rank has used, before users look at gradients or assign others."""
         self._residence.hide()
         self._agreement.end_backward()
+        host_shards.wait_for_copies(self._on_host)
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Prepares a step of an optimizer, for which gradients are complete.
@@ -352,6 +360,7 @@ class ShardedModel:
         """
         self._residence.hide()
         gathering.reshard(self.module, self._groups)
+        host_shards.wait_for_copies(self._on_host)
         if may_write:
             self._residence.open()
 

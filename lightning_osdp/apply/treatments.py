@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_osdp.apply.internals import gathering, resident
+from lightning_osdp.apply.internals import gathering, host_shards, resident
 from lightning_osdp.apply.units import Meshes, ShardedUnit
 from lightning_osdp.core.axes import AXES, Treatment
 from lightning_osdp.planner.engine import effects_of
@@ -58,6 +58,18 @@ def _sync(unit: ShardedUnit, is_last: bool) -> None:
         unit.handle.set_reshard_after_backward(is_last, recurse=False)
 
 
+def _place(unit: ShardedUnit, meshes: Meshes) -> Mapping[str, Any]:
+    """Gives what puts a unit's shard on the host, where it is to be there."""
+    on_host = effects_of(unit.treatment).shard_on_host
+    return {"offload_policy": host_shards.policy(meshes.device)} if on_host else {}
+
+
+def _copy_in(unit: ShardedUnit, _: Meshes) -> None:
+    """Has all-gathers copy a unit's shard from the host, if it is there."""
+    if effects_of(unit.treatment).shard_on_host:
+        host_shards.keep(unit.handle)
+
+
 APPLIERS: Mapping[str, Applier] = {
     "moves": Applier(),  # units that move activations are none of `fully_shard`: see `exchanging`
     "home": Applier(make=lambda unit, meshes: {"mesh": meshes.mesh_for(unit.treatment)}),
@@ -66,6 +78,7 @@ APPLIERS: Mapping[str, Applier] = {
     ),
     "sync": Applier(accumulate=_sync),
     "states": Applier(),  # optimizers carry it out, where they step and are loaded: see `host_updates`
+    "shard": Applier(make=_place, change=_copy_in),
 }
 """Applier of each axis of units."""
 

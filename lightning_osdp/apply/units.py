@@ -40,11 +40,12 @@ class Meshes:
     """Meshes that the units of one model are sharded over: all ranks, or nodes. Call methods on all ranks.
 
     Attributes:
+        device: of this rank.
         nodes: the mesh (nodes, ranks of a node); None until a plan needs it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._all_ranks = init_device_mesh(device.type, (dist.get_world_size(),))
         self.nodes: DeviceMesh | None = None
         self._warm_up(self._all_ranks.get_group())
@@ -56,12 +57,12 @@ class Meshes:
             return
         assert world is not None
         assert plan.node_size is not None
-        self.nodes = _mesh_of_nodes(world, self._device.type, plan.node_size)
+        self.nodes = _mesh_of_nodes(world, self.device.type, plan.node_size)
         self._warm_up(self.nodes.get_group("node"))
         if any("home" in treatment for unit in plan.units for treatment in unit.treatments):
             dtensors.mix_meshes()
-            if self._device.type != "cpu":
-                dist.all_reduce(torch.zeros(1, device=self._device), group=self.nodes.get_group("nodes"))
+            if self.device.type != "cpu":
+                dist.all_reduce(torch.zeros(1, device=self.device), group=self.nodes.get_group("nodes"))
 
     def mesh_for(self, treatment: Treatment) -> DeviceMesh:
         """Mesh that a unit with this treatment is sharded over between steps."""
@@ -72,10 +73,10 @@ class Meshes:
 
     def warm_up_exchanges(self, treatments: Iterable[Treatment]) -> None:
         """Runs an all-to-all over the ranks that exchange activations, as `warm_up` runs other collectives."""
-        meshes = dict.fromkeys(self.mesh_for(each) for each in treatments) if self._device.type != "cpu" else ()
+        meshes = dict.fromkeys(self.mesh_for(each) for each in treatments) if self.device.type != "cpu" else ()
         for mesh in meshes:
             group = mesh.get_group(mesh.ndim - 1)
-            given = torch.zeros(group.size(), device=self._device)
+            given = torch.zeros(group.size(), device=self.device)
             dist.all_to_all_single(torch.empty_like(given), given, group=group)
 
     @contextmanager
@@ -99,8 +100,8 @@ class Meshes:
                 dist.destroy_process_group(fake)
 
     def _warm_up(self, group: dist.ProcessGroup) -> None:
-        if self._device.type != "cpu":
-            warm_up(group, self._device)
+        if self.device.type != "cpu":
+            warm_up(group, self.device)
 
 
 @lru_cache

@@ -77,6 +77,7 @@ class PeakCounter:
         is_counted = is_larger or WARM_UP_STEPS <= num_steps < WARM_UP_STEPS + COUNTED_STEPS
         if self._live is None and self._device.type == "cpu" and is_counted:
             self._live = LiveBytes(self._device.type)
+            self._live.leave_out(host_tensors(trainer))
             self._live.track(planned_tensors(trainer))
             unplanned = unplanned_tensors(trainer, besides=tensors_in(batch))
             self._unplanned_bytes.append(sum(t.untyped_storage().nbytes() for t in unplanned))
@@ -160,13 +161,14 @@ class AllocatorWatch:
 def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterable[Tensor]:
     """Yields tensors that live between steps: shards, resident units, gradients, optimizer states and buffers.
 
-    States on the host are left out.
+    States and shards on the host are left out.
     """
     assert model is not None
     host = host_rows_of(model)
     yield from (whole for whole in whole_storages(model) if whole.untyped_storage().nbytes())
     for parameter in model.parameters():
-        yield local(parameter).data  # that of a DTensor would count as a write
+        if not host.keeps(parameter):
+            yield local(parameter).data  # that of a DTensor would count as a write
         if parameter.grad is not None:
             yield parameter.grad
     yield from model.buffers()
@@ -193,9 +195,13 @@ def unplanned_tensors(trainer: pl.Trainer, *, besides: Iterable[Tensor] = ()) ->
     census = getattr(trainer.strategy, "census", None)
     if not isinstance(census, Census):
         return []
+    return census.newer(besides=[*planned_tensors(trainer), *host_tensors(trainer), *besides])
+
+
+def host_tensors(trainer: pl.Trainer) -> list[Tensor]:
+    """Tensors that a plan has in memory of the host: states, shards, and copies of shards and gradients."""
     assert trainer.model is not None
-    on_host = tensors_in([*host_rows_of(trainer.model).tensors(trainer.optimizers)])
-    return census.newer(besides=[*planned_tensors(trainer), *on_host, *besides])
+    return [*tensors_in([*host_rows_of(trainer.model).tensors(trainer.optimizers)])]
 
 
 def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

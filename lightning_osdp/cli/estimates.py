@@ -30,7 +30,6 @@ from lightning_osdp.report.sentences import tell_kept, tell_peak
 from lightning_osdp.report.tables import table
 
 OSDP = "OSDP"
-_WITHOUT_HOST, _ALL_ON_HOST = f"{OSDP} without the host", "all states on the host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +42,16 @@ class Estimate:
     limit_bytes: int
     """Memory of one rank for tensors."""
     host_limit_bytes: int | None
-    """Memory of its host that one rank may take; None where all states are on the device."""
+    """Memory of its host that one rank may take; None where nothing may be there."""
     profile: ModelProfile
     tokens: int
     """Tokens of a sample; 0 where they are not known."""
     plan: Plan | None
     """OSDP's plan; None where OSDP was not asked or no plan fits."""
     on_device: Plan | None
-    """OSDP's plan with all states on the device, where ``plan`` has some on the host; None where none fits."""
+    """OSDP's plan with all of its units on the device, where ``plan`` has some on the host; None where none fits."""
     all_on_host: Plan | None
-    """OSDP's plan with all states on the host, likewise."""
+    """OSDP's plan with all states and frozen shards on the host, likewise."""
     why_not: str
     """Reason why no plan of OSDP's fits, with a remedy; empty where one does."""
     by_hand: Sequence[HandMade]
@@ -87,9 +86,12 @@ class Estimate:
     def compared(self) -> RenderableType:
         """Table of OSDP's plan, and those with nothing and everything on the host, above the strategies by hand."""
         rows = [] if self.plan is None else [_row(OSDP, self.plan, self.plan)]
-        if self.plan is not None and _hosted(self.plan):
-            rows.append(_row(_WITHOUT_HOST, self.on_device, self.plan))
-            rows.append(_row(_ALL_ON_HOST, self.all_on_host, self.plan))
+        if self.plan is not None and _on_host(self.plan):
+            all_on_host = "all states on the host"
+            if any(unit.gradient_bytes == 0 for unit in self.plan.units):
+                all_on_host = "all states and frozen shards there"
+            rows.append(_row(f"{OSDP} without the host", self.on_device, self.plan))
+            rows.append(_row(all_on_host, self.all_on_host, self.plan))
         rows += [_row(each.name, each, self.plan) for each in self.by_hand]
         gain = () if self.plan is None else ("OSDP over it",)
         headings = ("micro-batch", "step", "samples/s", *gain, "peak")
@@ -122,8 +124,11 @@ class Estimate:
         yield f"Between forward and backward it keeps {tell_kept(plan)}{recomputing}."
         if self.plan is not None and self.host_limit_bytes is not None:
             updated = sum(bool(unit.gradient_bytes) for unit in plan.units)
+            frozen = [unit for unit in plan.units if unit.parameter_bytes and not unit.gradient_bytes]
+            kept = sum(any(effects_of(each).shard_on_host for each in unit.treatments) for unit in frozen)
+            shards = f" and has the shards of {kept} of {len(frozen)} frozen ones" if frozen else ""
             yield (
-                f"The host updates {len(_hosted(plan))} of {updated} units, for which it takes"
+                f"The host updates {len(_hosted(plan))} of {updated} units{shards}, for which it takes"
                 f" {format_bytes(plan.host_bytes)} of its memory for each GPU; each may take"
                 f" {format_bytes(self.host_limit_bytes)}."
             )
@@ -171,7 +176,7 @@ class Estimate:
                 "saving_bytes": self.saving_bytes,
             }
             if self.host_limit_bytes is not None:
-                on_device = self.on_device if _hosted(plan) else plan
+                on_device = self.on_device if _on_host(plan) else plan
                 names = ("micro_batch_size", "num_micro_batches", "step_time_s", "samples_per_s", "peak_bytes")
                 document |= {"host_bytes": plan.host_bytes, "host_limit_bytes": self.host_limit_bytes}
                 document |= {"updated_in_backward_step_time_s": self.ahead_s}
@@ -239,7 +244,7 @@ class Strategies:
         tokens: int,
         progress: Progress,
     ) -> Estimate:
-        """Judges all strategies on one machine; OSDP's plan may have states on the host where a limit is given."""
+        """Judges all strategies on one machine; OSDP's plan may have units on the host where a limit is given."""
         progress("comparing what people choose by hand", "")
         by_hand = made_by_hand(
             profile,
@@ -253,7 +258,7 @@ class Strategies:
         is_free = "keep" in self.activations
         prescribed = {b.name: each for each in self.activations for b in profile.blocks if each in b.segments}
 
-        def planned(*states: str) -> Plan:
+        def planned(*places: str) -> Plan:
             return make_plan(
                 profile,
                 machine.cluster,
@@ -262,7 +267,8 @@ class Strategies:
                 micro_batch_size=policy,
                 search_space=SearchSpace(
                     modes=tuple(NAMED_MODES) if self.stationary else None,
-                    states=states,
+                    states=places,
+                    shards=places,
                     activations=tuple(self.activations) if is_free else ("keep",),
                 ),
                 method=PlanMethod(blocks=None if is_free else prescribed),
@@ -274,7 +280,7 @@ class Strategies:
                 plan = planned("device") if host_limit_bytes is None else planned("device", "host")
             except InfeasibleError as error:
                 why_not = str(error)
-        if plan is not None and _hosted(plan):
+        if plan is not None and _on_host(plan):
             with suppress(InfeasibleError):  # then the table says so
                 on_device = planned("device")
             with suppress(InfeasibleError):
@@ -294,8 +300,13 @@ class Strategies:
         )
 
 
+def _on_host(plan: Plan) -> bool:
+    """True if states or shards are on the host; a plan whose blocks offload takes its memory without any."""
+    return any(effects_of(each).is_on_host for unit in plan.units for each in unit.treatments)
+
+
 def _hosted(plan: Plan) -> list[Unit]:
-    """Units that the host updates; a plan whose blocks offload takes its memory without any."""
+    """Units that the host updates."""
     return [
         unit
         for unit in plan.units

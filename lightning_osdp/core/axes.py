@@ -29,6 +29,8 @@ class Subject:
     """True if any of its parameters is trained."""
     may_exchange: bool = True
     """True if its operators can work on their parts of all ranks' activations, as an `Exchange` says."""
+    may_leave: bool = True
+    """True if its shard may be on the host between steps: nothing of the unit is trained."""
     may_stay: bool = True
     """True if its unsharded weights stay right from one step to the next, for nothing of the unit is trained."""
     may_wait: bool = True
@@ -97,6 +99,12 @@ def _states_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
     return value == "device" or (subject.has_host and subject.is_trained and treatment["moves"] == "weights")
 
 
+def _shard_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
+    """Tells if the shard can be there: on the host that of units alone that are gathered from all ranks each time."""
+    gathers = treatment["moves"] == "weights" and treatment["keep"] != "always"
+    return value == "device" or (subject.may_leave and gathers and treatment["home"] == "all")
+
+
 LEVELS = ("selective_1", "selective_2", "selective_3", "selective_4")
 """Values of ``saves`` with which a block keeps some results of heavy operations and makes the rest again; each keeps
 more bytes than the one before. Which results these are is profiled for each kind of block."""
@@ -144,6 +152,17 @@ AXES: Mapping[str, Axis] = {
             values=("host", "device"),
             default="device",
             applies=_states_applies,
+            can_change=False,
+            by_slice=True,
+        ),
+        # Place of a unit's shard between steps: the memory of the host, from where it is copied to the device before
+        # each all-gather from there, or of the device.
+        Axis(
+            name="shard",
+            on="unit",
+            values=("host", "device"),
+            default="device",
+            applies=_shard_applies,
             can_change=False,
             by_slice=True,
         ),
@@ -319,6 +338,9 @@ SYNC_CHOICES = ("every", "last", "node")
 STATES_CHOICES = ("device", "host")
 """Values of ``states``, in the order in which they are offered."""
 
+SHARD_CHOICES = ("device", "host")
+"""Values of ``shard``, in the order in which they are offered."""
+
 ACTIVATION_CHOICES = ("keep", "recompute", "offload", "recompute_offload")
 """Values of ``saves`` that treat all that a block saves alike, in the order in which they are offered."""
 
@@ -357,25 +379,34 @@ def freed_and_kept(treatment: Treatment) -> tuple[Treatment, Treatment]:
     return gathered.but(keep="nothing"), kept
 
 
+def on_device(treatment: Treatment) -> Treatment:
+    """Returns the treatment with all of a unit on the device that may be on the host between steps."""
+    return treatment.but(states="device", shard="device")
+
+
 def modes_of(
     names: Collection[str] = tuple(MODES),
     sync: Collection[str] = SYNC_CHOICES,
     states: Collection[str] = STATES_CHOICES[:1],
+    shards: Collection[str] = SHARD_CHOICES[:1],
 ) -> tuple[Treatment, ...]:
-    """Treatments of these names, micro-batches that reduce and places of states; least memory first.
+    """Treatments of these names, micro-batches that reduce, and places of states and shards; least memory first.
 
-    All values are offered of axes of units that none of these says anything of.
+    All values are offered of axes of units that none of these says anything of. A shard that cannot be on the host
+    with the other values is on the device.
     """
     modes = [mode for name, mode in NAMED_MODES.items() if name in names]
     offered_of = {axis.name: axis.values for axis in AXES.values() if axis.on == "unit"} | {
-        "states": tuple(value for value in AXES["states"].values if value in states)
+        name: tuple(value for value in AXES[name].values if value in of)
+        for name, of in (("states", states), ("shard", shards))
     }
     others = {name: of for name, of in offered_of.items() if name not in {*_OF_NAMES, "sync"}}
     values = [dict(zip(others, each, strict=True)) for each in product(*others.values())]
     offered = (
         mode.but(sync=each, **more) for each in SYNC_CHOICES if each in sync for mode in modes for more in values
     )
-    return tuple(each for each in offered if each.within(ANYTHING) == each)
+    there_are = (each for each in offered if on_device(each).within(ANYTHING) == on_device(each))
+    return tuple(dict.fromkeys(each.within(ANYTHING) for each in there_are))
 
 
 @cache

@@ -47,6 +47,7 @@ class LiveBytes(TorchDispatchMode):
         self.device_type = device_type
         self._limit_bytes = memory_limit_bytes
         self._sizes: dict[int, int] = {}
+        self._left_out: dict[int, torch.UntypedStorage] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # a tenth of what `weakref.finalize` takes
 
     @property
@@ -61,6 +62,13 @@ class LiveBytes(TorchDispatchMode):
             self._count(tensor)
         return self.current_bytes - before
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Counts the storages of these tensors no more: on CPU, what stands for memory of the host."""
+        found = {key: storage for key, (_, storage) in _storages(tensors).items()}
+        for key in found.keys() & self._sizes.keys():
+            self._forget(key)
+        self._left_out |= found
+
     def reset_peak(self) -> None:
         """Starts a new peak from what is live now."""
         self.peak_bytes = self.current_bytes
@@ -74,6 +82,8 @@ class LiveBytes(TorchDispatchMode):
             return  # its pieces are tensors of their own, which count
         storage = tensor.untyped_storage()
         key = storage._cdata
+        if key in self._left_out:
+            return
         if key not in self._sizes:
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         self._set(key, storage.nbytes())

@@ -96,7 +96,9 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
     blocks = [block for block in profile.blocks if is_inside(operator, [block.name])]
     block = blocks[0].name if blocks else ""
     planned = planned_activations(plan, profile).get(block, KEEP)
-    places = {*space.states, *(each["states"] for each in unit.treatments)}  # frozen units have theirs on the device
+    # frozen units have states on the device, and trained ones their shard
+    states = {*space.states, *(each["states"] for each in unit.treatments)}
+    shards = {*space.shards, *(each["shard"] for each in unit.treatments)}
     usual = {*SearchSpace().saves, *space.saves, *(each.activations for each in plan.blocks)}
     choices = [KEEP, *(choice for choice in blocks[0].segments if choice in usual)] if blocks else [KEEP]
 
@@ -119,7 +121,8 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
             spare_bytes=plan.memory_limit_bytes - estimate.peak.peak_bytes,
             is_offered={*changed.modes} <= {*space.offered_modes}
             and changed.sync in space.sync
-            and {each["states"] for each in changed.treatments} <= places
+            and {each["states"] for each in changed.treatments} <= states
+            and {each["shard"] for each in changed.treatments} <= shards
             and choice in space.saves,
         )
 

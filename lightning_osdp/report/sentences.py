@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_osdp.core.axes import NAMED_MODES, ZDP, freed_and_kept
+from lightning_osdp.core.axes import NAMED_MODES, ZDP, freed_and_kept, on_device
 from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.parts import Block, Cost, Unit
 from lightning_osdp.core.plans.plan import Plan
@@ -97,14 +97,16 @@ def explain(units: Sequence[Unit], plan: Plan) -> str:
 
 
 def _explain_host(units: Sequence[Unit]) -> str:
-    """Why the host updates one of these units, as far as that is predicted; empty where the device does."""
-    if not any(effects_of(each).updates_on_host for each in units[0].treatments):
+    """Why the host updates one of these units, or has its shard, as far as that is predicted; else nothing."""
+    effects = [effects_of(each) for each in units[0].treatments]
+    if not any(each.is_on_host for each in effects):
         return ""
+    does = "the host updates it" if any(each.updates_on_host for each in effects) else "its shard is on the host"
     if not units[0].menu:
-        return "; the host updates it"
-    differences = [unit.cost().beyond(unit.treated(states="device").cost()) for unit in units]
-    taken = format_span([each.seconds for each in differences], format_seconds)
-    return f"; the host updates it: {_takes(differences, 1.0)} less for {taken}"
+        return f"; {does}"
+    there = [unit.cost().beyond(unit.cost(*map(on_device, unit.treatments))) for unit in units]
+    taken = format_span([each.seconds for each in there], format_seconds)
+    return f"; {does}: {_takes(there, 1.0)} less for {taken}"
 
 
 def _explain_mode(units: Sequence[Unit], plan: Plan) -> str:

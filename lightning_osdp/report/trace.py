@@ -22,9 +22,10 @@ from lightning_osdp.planner.engine import Moment, block_effects
 from lightning_osdp.planner.simulation import Interval, StepEstimate, planned_activations, planned_step, simulate
 
 STREAMS = ("compute", "communication", "copy", "host")
-"""Rows of the trace: what the device computes, the collectives, copies of activations to host memory and back, and
-updates on the host beside backward."""
+"""Rows of the trace: what the device computes, the collectives, copies of activations to host memory and back and of
+shards from there, and updates on the host beside backward."""
 _COLLECTIVES = {
+    "copy_in": "shard from the host",
     "gather": "all-gather",
     "gather_in_node": "all-gather in nodes",
     "reduce": "reduce-scatter",
@@ -171,9 +172,10 @@ def _slices(drawn: _Drawn, step: Step, again: Mapping[int, tuple[str, float]]) -
         arguments: dict[str, Any] = {"micro-batch": micro_batch}
         if kind not in {"forward", "backward"}:
             unit = step.units[of]
-            names = _COLLECTIVES if resource == "communication" else _OVERHEAD
+            names = _OVERHEAD if resource == "compute" and kind in _OVERHEAD else _COLLECTIVES
             arguments |= {"unit": unit.name, "unit bytes": unit.gathered_bytes}
-            yield _slice(f"{names[kind]} {unit.name or '(root)'}", resource, start_s, end_s, arguments)
+            stream = "copy" if kind == "copy_in" else resource  # whichever waits for it
+            yield _slice(f"{names[kind]} {unit.name or '(root)'}", stream, start_s, end_s, arguments)
             continue
         arguments["phase"] = kind
         copy_s = copied_s.get(of, 0.0)

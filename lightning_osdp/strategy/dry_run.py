@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.callbacks.peak import planned_tensors, unplanned_tensors
+from lightning_osdp.callbacks.peak import host_tensors, planned_tensors, unplanned_tensors
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
@@ -213,6 +213,7 @@ def _run_step(
     if strategy.root_device.type == "cpu":  # on a GPU the device's memory is the limit
         assert sharded.plan is not None
         counted = LiveBytes("cpu", memory_limit_bytes=sharded.plan.memory_limit_bytes)
+        counted.leave_out(host_tensors(trainer))
         counted.track([*planned_tensors(trainer), *tensors_in(batch), *unplanned])
     with sharded.kept_shards() if fresh else nullcontext():
         try:

@@ -199,7 +199,7 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
 
 
 def pop_cpu_offload(fsdp_kwargs: dict[str, Any], search_space: SearchSpace) -> SearchSpace:
-    """Removes ``cpu_offload``; where it is set, all states are to be on the host.
+    """Removes ``cpu_offload``; where it is set, all states and frozen shards are to be on the host.
 
     Raises:
         ConfigurationError: it is wrong, or the search space says something else of the host.
@@ -209,12 +209,13 @@ def pop_cpu_offload(fsdp_kwargs: dict[str, Any], search_space: SearchSpace) -> S
         raise ConfigurationError(f"cpu_offload must be None, True, False or a CPUOffload, got {value!r}.")
     if not (value.offload_params if isinstance(value, CPUOffload) else value):
         return search_space
-    if "host" in search_space.states:
+    if "host" in (*search_space.states, *search_space.shards):
         raise ConfigurationError(
-            "Expected cpu_offload=True, which has all states of optimizers on the host, or 'host' in"
-            " SearchSpace(states=...), which has there what memory_limit asks for, got both. Leave one of them out."
+            "Expected cpu_offload=True, which has all states of optimizers and shards of frozen units on the host, or"
+            " 'host' in SearchSpace(states=..., shards=...), which has there what memory_limit asks for, got both."
+            " Leave one of them out."
         )
-    return replace(search_space, states=("host",))
+    return replace(search_space, states=("host",), shards=("host",))
 
 
 def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> FSDP2:

@@ -100,11 +100,11 @@ class OSDPPrecision(FSDPPrecision):
         is_shared = dist.is_initialized() and dist.get_world_size() > 1
         if not gradients and not is_shared:
             return
-        buckets = defaultdict(list)  # shards for one _foreach kernel each, by number of copies and dtype
+        buckets = defaultdict(list)  # shards for one _foreach kernel each, by number of copies, dtype and device
         for gradient in gradients:
-            buckets[num_copies(gradient), gradient.dtype].append(local(gradient))
+            buckets[num_copies(gradient), gradient.dtype, local(gradient).device].append(local(gradient))
         square = torch.zeros((), dtype=torch.float64, device=self._device)
-        for (number, dtype), shards in buckets.items():
+        for (number, dtype, _device), shards in buckets.items():
             norms = torch._foreach_norm(shards, dtype=torch.float32 if torch.finfo(dtype).bits < 32 else None)
             square += torch.stack(norms).to(square).square().sum() / number
         if is_shared:

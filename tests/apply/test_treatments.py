@@ -16,7 +16,7 @@ def test_every_axis_of_units_has_an_applier():
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (None, ZDP, ["moves", "home", "keep", "sync", "states"]),
+        (None, ZDP, ["moves", "home", "keep", "sync", "states", "shard"]),
         (ZDP, ZDP, []),
         (ZDP, DP, ["keep"]),
         (DP, ZDP.but(sync="last"), ["keep", "sync"]),

@@ -33,6 +33,11 @@ class Tower(LightningModule):
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
 
+class Frozen(Tower):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.blocks[0].requires_grad_(False)
+
 class WithData(Tower):
     def train_dataloader(self):
         return [batch(3, self.width)]
@@ -149,6 +154,25 @@ def test_what_does_not_fit_on_devices_fits_with_states_on_the_host_or_it_is_told
     plenty = answer(*given, "--memory", "1GiB", "--host_memory", "1MiB")
     assert (plenty["host_bytes"], plenty["host_limit_bytes"]) == (0, 2**18)
     assert plenty["on_device"]["step_time_s"] == plenty["plan"]["step_time_s"]
+
+
+def test_on_one_gpu_frozen_shards_are_on_the_host_where_they_do_not_fit(towers, run, answer):
+    given = ("estimate", "towers:Frozen", "--data", "towers:batch", "--machine", "1 a100-40", "--batch", "8")
+    least_bytes = answer(*given, "--strategy", "OSDP")["peak_bytes"]
+    given = (*given, "--strategy", "OSDP", "--memory", f"{least_bytes // 2**20 - 3}MiB")
+    found = answer(*given, "--host_memory", "1GiB")
+    places = {
+        (unit["gradient_bytes"] > 0, each.get("shard"))
+        for unit in found["plan"]["units"]
+        for each in unit["treatments"]
+    }
+    assert (False, "host") in places
+    assert (True, "host") not in places
+    code, out, err = run(*given, "--host_memory", "1GiB")
+    text = " ".join(out.split())
+    assert (code, err) == (0, "")
+    assert " units and has the shards of " in text
+    assert "frozen ones, for which it takes" in text
 
 
 def test_a_plan_whose_blocks_offload_has_none_without_the_host_beside_it(towers, run, answer):

@@ -23,6 +23,7 @@ from lightning_osdp.core.axes import (
     freed_and_kept,
     modes_of,
     named,
+    on_device,
     treatments_of,
 )
 
@@ -63,6 +64,18 @@ def test_what_is_trained_in_nodes_or_reduces_its_gradients_later_does_not_stay_f
     assert RESIDENT.within(Subject(may_stay=False)) == ZDP
     assert RESIDENT.but(home="node").within(frozen) == HSDP
     assert RESIDENT.but(sync="last").within(frozen) == RESIDENT
+
+
+def test_a_shard_on_the_host_is_that_of_a_frozen_unit_that_is_gathered_from_all_ranks_again_and_again():
+    there = Treatment(shard="host")
+    for mode in (ZDP, HPZ, DP):
+        assert mode.but(shard="host").within(ANYTHING) == mode.but(shard="host")
+        assert mode.but(shard="host").within(Subject(may_leave=False)) == mode
+        assert on_device(mode.but(shard="host", states="host")) == mode
+    for mode in (HSDP, HDP, RESIDENT, STATIONARY):
+        assert mode.but(shard="host").within(ANYTHING) == mode
+    assert modes_of(["ZDP"], ["every"], shards=["device", "host"]) == (there, ZDP)
+    assert modes_of(["ZDP", "resident", "HSDP"], ["every"], shards=["host"]) == (there, RESIDENT, HSDP)
 
 
 def test_what_moves_activations_gathers_nothing_and_is_over_all_ranks_or_those_of_a_node():

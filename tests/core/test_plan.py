@@ -509,7 +509,7 @@ def test_an_unknown_cost_model_is_refused():
             {"treatments": [{"compute": "later"}]},
             (
                 "axes of the plan at Plan.units[1].treatments[0] to be among ('moves', 'home', 'keep', 'sync',"
-                " 'states', 'saves'), got 'compute'."
+                " 'states', 'shard', 'saves'), got 'compute'."
             ),
         ),
         (

@@ -81,6 +81,17 @@ def test_tracks_tensors_that_were_there_before():
         assert live.peak_bytes == 0
 
 
+def test_what_is_left_out_counts_neither_itself_nor_by_its_views():
+    kept = torch.zeros(100)
+    with LiveBytes("cpu") as live:
+        live.track([kept])
+        live.leave_out([kept])
+        live.reset_peak()
+        view = kept[:10].detach()
+        other = view + 1
+        assert live.current_bytes == live.peak_bytes == other.nbytes
+
+
 def test_an_address_used_again_is_a_new_storage():
     with LiveBytes("cpu") as live:
         for size in (10, 20, 30):

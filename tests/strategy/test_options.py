@@ -107,8 +107,8 @@ def test_other_arguments_reach_fsdp():
     assert strategy.kwargs == {"sync_module_states": True, "use_orig_params": True}
 
 
-def test_offloading_to_the_cpu_has_all_states_on_the_host():
-    for value, states in (
+def test_offloading_to_the_cpu_has_all_states_and_frozen_shards_on_the_host():
+    for value, places in (
         (None, ("device",)),
         (False, ("device",)),
         (CPUOffload(), ("device",)),
@@ -116,11 +116,14 @@ def test_offloading_to_the_cpu_has_all_states_on_the_host():
         (CPUOffload(offload_params=True), ("host",)),
     ):
         given = {"cpu_offload": value, "other": 1}
-        assert pop_cpu_offload(given, SearchSpace(slices=(1,))) == SearchSpace(slices=(1,), states=states)
+        assert pop_cpu_offload(given, SearchSpace(slices=(1,))) == SearchSpace(
+            slices=(1,), states=places, shards=places
+        )
         assert given == {"other": 1}
     assert OSDPStrategy(cpu_offload=True)._units.options.search_space.states == ("host",)
-    with pytest.raises(ConfigurationError, match="got both"):
-        OSDPStrategy(cpu_offload=True, search_space=SearchSpace(states=("device", "host")))
+    for given in ({"states": ("device", "host")}, {"shards": ("device", "host")}):
+        with pytest.raises(ConfigurationError, match="got both"):
+            OSDPStrategy(cpu_offload=True, search_space=SearchSpace(**given))
     with pytest.raises(ConfigurationError, match="cpu_offload must be None, True, False or a CPUOffload, got 'yes'"):
         OSDPStrategy(cpu_offload="yes")
 

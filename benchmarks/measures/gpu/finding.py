@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -57,10 +57,12 @@ def _shown(value: Any) -> str:
 class Peak:
     """Most bytes that came alive: of live tensors on CPU, of the allocator on CUDA."""
 
-    def __init__(self, restart: Callable[[], None]) -> None:
+    def __init__(self, restart: Callable[[], None], leave_out: Callable[[Iterable[Tensor]], None]) -> None:
         self.num_bytes = 0
         self.restart = restart
         """Forgets the peak so far; what is alive goes on to count."""
+        self.leave_out = leave_out
+        """Has tensors that are in memory of the host count no more on CPU, where that is the device's."""
 
 
 @contextmanager
@@ -68,12 +70,13 @@ def peak_of(device: torch.device, *tensors: Tensor) -> Iterator[Peak]:
     """The peak within it, beside what was alive before: on CPU these tensors."""
     if device.type == "cuda":
         synchronize(device)
-        found, before = Peak(partial(torch.cuda.reset_peak_memory_stats, device)), torch.cuda.memory_allocated(device)
+        restart, before = partial(torch.cuda.reset_peak_memory_stats, device), torch.cuda.memory_allocated(device)
+        found = Peak(restart, lambda _: None)
         found.restart()
         yield found
         found.num_bytes = torch.cuda.max_memory_allocated(device) - before
     else:
         with LiveBytes(device.type) as live:
-            found, before = Peak(live.reset_peak), live.track(tensors)
+            found, before = Peak(live.reset_peak, live.leave_out), live.track(tensors)
             yield found
         found.num_bytes = live.peak_bytes - before

@@ -36,6 +36,7 @@ from lightning_osdp.core.axes import LEVELS, Treatment
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Link
 from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.planner.engine import effects_of
 from lightning_osdp.profiler import LiveBytes, TrainingStep, is_out_of_memory
 from lightning_osdp.profiler.machine.stopwatch import between_s, fastest_s, mark, synchronize
 from lightning_osdp.profiler.optimizer import profile_optimizers
@@ -281,6 +282,40 @@ def host_updates(device: torch.device) -> Iterator[Finding]:
         yield Finding(f"states on the host{', updated beside backward' if is_ahead else ''}", is_good, numbers)
 
 
+def host_shards(device: torch.device) -> Iterator[Finding]:
+    """Steps with shards of frozen units on the host, copied for each all-gather, against none there."""
+    name, plan_for = ON_DEVICE["resident"]
+    found = {}
+    for place in ("device", "host"):
+        plan = plan_for(build(name), 1, num_samples_on(device))
+        frozen = {unit.name for unit in plan.units if effects_of(unit.treatments[0]).is_resident}
+        units = (unit.treated(keep="nothing", shard=place) if unit.name in frozen else unit for unit in plan.units)
+        with fake_group(1), peak_of(device) as peak:
+            step = Step(build(name), replace(plan, units=tuple(units)), device=device)
+            peak.leave_out(tensors_in([*step.sharded.host.tensors(())]))
+            for _ in range(2):
+                step()
+            peak.restart()
+            synchronize(device)
+            start = time.perf_counter()
+            step()
+            synchronize(device)
+            step_s = time.perf_counter() - start
+            shards = [(local(shard).detach().cpu(), shard.requires_grad) for shard in step.sharded.shards]
+        found[place] = shards, peak.num_bytes, step_s
+    (others, device_bytes, device_s), (ours, own_bytes, own_s) = found.values()
+    apart = max(float((one - other).abs().max()) for (one, _), (other, _) in zip(ours, others, strict=True))
+    frozen_bytes = sum(shard.nbytes for shard, is_trained in ours if not is_trained)
+    numbers = {
+        "weights_apart": apart,
+        "peak_MiB": own_bytes / _MIB,
+        "device_MiB": device_bytes / _MIB,
+        "shards_MiB": frozen_bytes / _MIB,
+        "more_ms": (own_s - device_s) * 1e3,
+    }
+    yield Finding("shards on the host", apart <= 1e-5 and device_bytes - own_bytes >= 0.8 * frozen_bytes, numbers)
+
+
 _Made: TypeAlias = Callable[[], Family]
 
 
@@ -459,6 +494,7 @@ ON_ANY_DEVICE: Mapping[str, Check] = {
     "optimizers": optimizers,
     "offload": offload,
     "host_updates": host_updates,
+    "host_shards": host_shards,
     "fake_groups": fake_groups,
     "precisions": precisions,
     "device_assert": device_assert,

@@ -7,6 +7,7 @@ Each module is a subject. Callers, also in the room, write its name in front: ``
 `dtensors`      rows of DTensors, and operations on them
 `sharding`      changes of modules before and after ``fully_shard``, and undoing it
 `gathering`     all-gathers and reduce-scatters, and what they leave
+`host_shards`   shards in memory of the host, of which all-gathers take copies
 `in_flight`     reduce-scatters that go on while backward computes
 `unsharded`     changes of parameters while they are unsharded, which shards take over
 `resident`      units that stay unsharded for ever
@@ -26,6 +27,7 @@ try:
         calls,
         dtensors,
         gathering,
+        host_shards,
         in_flight,
         resident,
         sharding,
@@ -35,4 +37,15 @@ except ImportError as error:
     _text = f"Expected a torch with the parts of fully_shard that 2.13 to 2.15 have, got {torch.__version__}: {error}"
     raise ImportError(_text) from error
 
-__all__ = ["access", "backward", "calls", "dtensors", "gathering", "in_flight", "resident", "sharding", "unsharded"]
+__all__ = [
+    "access",
+    "backward",
+    "calls",
+    "dtensors",
+    "gathering",
+    "host_shards",
+    "in_flight",
+    "resident",
+    "sharding",
+    "unsharded",
+]

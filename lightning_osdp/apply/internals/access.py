@@ -65,6 +65,7 @@ _METHODS = {
         "init_unsharded_param",
         "reset_sharded_param",
         "_sharded_local_tensor",
+        "all_gather_inputs",
         "to_sharded_dtensor",
         "to_sharded_post_forward_dtensor",
     ),
@@ -126,7 +127,9 @@ _ATTRIBUTES = {
         "_sharding_spec",
         "all_gather_outputs",
         "contiguous_sharded_stride",
+        "device",
         "orig_dtype",
+        "param_dtype",
         "post_forward_mesh_info",
         "reduce_dtype",
         "sharded_param",
@@ -138,6 +141,7 @@ _ATTRIBUTES = {
 """Names that this room uses of objects of a unit. `_unsharded_param` of a parameter is not among them: it comes with
 the first all-gather."""
 IN_NODES = "a mode that leaves a shard in each node"
+ON_HOST = "a shard on the host"
 _AHEAD = "asynchronous_unshard, so that steps may take longer than predicted"
 _ONCE = "that a tensor given to a unit twice arrives as one"
 _QUICK = "a quick call of modules that find their unit unsharded"
@@ -146,13 +150,17 @@ _DISPENSABLE = {
     "FSDPModule._orig_cls_mro_index": WHOLE,
     "FSDPModule._set_unshard_async_op": _AHEAD,
     "FSDPParam._init_sharded_post_forward_param_metadata": IN_NODES,
+    "FSDPParam.all_gather_inputs": ON_HOST,
     "FSDPParamGroup._register_post_backward_hook": _ONCE,
     "FSDPParamGroup._to_sharded_post_forward": IN_NODES,
     "group._module_to_pre_load_state_dict_hook_handle": WHOLE,
     "group._module_to_pre_save_state_dict_hook_handle": WHOLE,
     "group.post_forward_mesh_info": IN_NODES,
     "parameter._post_load_hook_handle": WHOLE,
+    "parameter.device": ON_HOST,
+    "parameter.param_dtype": ON_HOST,
     "parameter.post_forward_mesh_info": IN_NODES,
+    "parameter.sharded_state": ON_HOST,
     "state._modules": WHOLE,
     "state._modules_to_run_forward": _QUICK,
     "state._state_ctx.iter_forward_root": _QUICK,

@@ -249,6 +249,21 @@ def of_rows_there(rows: Tensor, like: DTensor) -> DTensor:
     return found
 
 
+def whole_there(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    """DTensor that is whole on each rank of a mesh, likewise."""
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    make: Any = DTensor
+    found: DTensor = make(whole, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta), requires_grad=False)
+    return found
+
+
+def on_mesh_device(tensor: DTensor) -> DTensor:
+    """DTensor with its rows on the device of its mesh, which collectives need; itself where they are there."""
+    if tensor.device.type == tensor.device_mesh.device_type:
+        return tensor
+    return of_rows(local(tensor), tensor)
+
+
 def has_layout_of(value: Tensor, parameter: DTensor) -> bool:
     """True if each rank holds, of a DTensor, a plain tensor with the rows that it holds of a parameter."""
     if (

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from typing_extensions import override
 
-from lightning_osdp.apply.internals import access
+from lightning_osdp.apply.internals import access, host_shards
 
 _IS_READ = "lightning_osdp_is_read"
 """Attribute of units that tells whether backward reads their parameters."""
@@ -174,6 +174,7 @@ def reshard(root: nn.Module, groups: Sequence[Any]) -> None:
             if isinstance(result.all_gather_work, dist.Work):
                 result.all_gather_work.wait()
             group._all_gather_result = None
+            host_shards.forget_copies(group)
         if not group.is_sharded:
             group._to_sharded()
         drop_retained(group)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_g
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_osdp.apply.internals import access, dtensors, gathering, resident
@@ -83,8 +83,7 @@ class _Scalar(FSDPParam):
 
     @override
     def to_sharded_dtensor(self, tensor: Tensor) -> DTensor:
-        mesh: Any = self.mesh_info.mesh
-        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim)
+        return dtensors.whole_there(tensor, self.mesh_info.mesh)
 
     @override
     def to_sharded_post_forward_dtensor(self, tensor: Tensor) -> DTensor:
@@ -218,7 +217,7 @@ def _gather_again(groups: Sequence[Any]) -> None:
 
 def whole_parameter(sharded: DTensor, *, copies: bool = False) -> nn.Parameter:
     """Whole parameter of a shard, with attributes that users have set, in memory that is not the shard."""
-    value = sharded.full_tensor().detach()
+    value = dtensors.on_mesh_device(sharded).full_tensor().detach()
     is_shard = value.data_ptr() == dtensors.local(sharded).data_ptr()
     return parameter_like(value.clone() if copies or is_shard else value, sharded)
 
@@ -283,10 +282,13 @@ def copy_replicas(module: nn.Module) -> None:
     for parameter in () if group is None else group.fsdp_params:
         if parameter.sharded_param.is_meta:
             continue
+        shard = parameter._sharded_local_tensor
         if isinstance(parameter, _Scalar):
-            dist.broadcast(parameter._sharded_local_tensor, src=0)
+            there = shard.to(group.device)  # which it may not be on
+            dist.broadcast(there, src=0)
+            shard.copy_(there)
         elif isinstance(group.mesh_info, HSDPMeshInfo):
-            dist.broadcast(parameter._sharded_local_tensor, group=group.mesh_info.replicate_process_group, group_src=0)
+            dist.broadcast(shard, group=group.mesh_info.replicate_process_group, group_src=0)
 
 
 def keep_attributes(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_osdp.apply.internals import access
+from lightning_osdp.apply.internals import access, host_shards
 from lightning_osdp.errors import ConfigurationError
 
 _FREEING = ("_to_sharded", "_to_sharded_post_forward")
@@ -63,10 +63,10 @@ class GatheredWrites:
     is freed, whether somebody has written or not. The copy reads and writes as much as this rank holds, and waits for
     nothing.
 
-    Rows that are gathered in another precision than the shards have cannot be copied back. They are compared with the
-    shards on their device, and the result is read one step later, because a step must not wait for its device. The plan
-    has no memory for copies of all rows, so each step compares a sample of the elements, another one than the step
-    before.
+    Rows that are gathered in another precision than the shards have cannot be copied back, and shards on the host are
+    not copied to. They are compared with the shards on their device, and the result is read one step later, because a
+    step must not wait for its device. The plan has no memory for copies of all rows, so each step compares a sample of
+    the elements, another one than the step before.
 
     Attributes:
         is_paused: True while all written values are dropped.
@@ -85,20 +85,24 @@ class GatheredWrites:
             rows.are_written = rows.was_reported = None
 
     def reports(self) -> list[int]:
-        """True for each unit whose low-precision parameters are known to be written to."""
+        """True for each unit whose parameters are known to be written to of those that are compared."""
         return [rows.report() for rows in self._rows]
 
     def check(self, reports: Sequence[int]) -> None:
         """Raises a `ConfigurationError` about the first unit that some rank reports."""
         for group, is_written in zip(self._groups, reports, strict=True):
             if is_written:
-                low = next(each for each in group.fsdp_params if each.all_gather_outputs[0].dtype != each.orig_dtype)
+                kept = host_shards.kept([group])
+                low = next((each for each in group.fsdp_params if _is_cast(each)), *kept[:1])
                 dtype = low.all_gather_outputs[0].dtype
+                what = f"that are gathered in {dtype} and kept in {low.orig_dtype}"
+                instead = "train in the precision in which they are kept"
+                if kept:
+                    what, instead = "whose shards are on the host", "plan without 'host' in SearchSpace(shards=...)"
                 raise ConfigurationError(
-                    f"Expected a step to leave parameters as they are that are gathered in {dtype} and kept in"
-                    f" {low.orig_dtype}, but it has written to those of {access.name_of(low)!r} or of others in its"
-                    " unit. Change weights in a hook, such as on_train_batch_start or on_train_batch_end, or train in"
-                    " the precision in which they are kept."
+                    f"Expected a step to leave parameters as they are {what}, but it has written to those of"
+                    f" {access.name_of(low)!r} or of others in its unit. Change weights in a hook, such as"
+                    f" on_train_batch_start or on_train_batch_end, or {instead}."
                 )
 
     def _free(self, rows: _Rows, free: Callable[[], None]) -> None:
@@ -197,11 +201,22 @@ class _Rows:
         self._shards, self._addresses = shards, addresses
         # Writes to ``data`` leave versions, which autograd checks, as they are.
         apart = [(each, shard) for each, shard in zip(parameters, shards, strict=True) if not is_shared(each)]
+        compares = [_is_cast(each) or host_shards.is_kept(each) for each, _ in apart]
         pairs = [(own_rows(self._group, each), shard.data) for each, shard in apart]
-        same = [(shard, rows) for rows, shard in pairs if rows.dtype == shard.dtype]
-        self._copied = [shard for shard, _ in same], [rows for _, rows in same]
-        self._compared = [(rows.flatten(), shard.flatten()) for rows, shard in pairs if rows.dtype != shard.dtype]
+        same = [pair for pair, is_compared in zip(pairs, compares, strict=True) if not is_compared]
+        self._copied = [shard for _, shard in same], [rows for rows, _ in same]
+        self._compared = [
+            (rows.flatten(), shard.flatten())
+            for (rows, shard), is_compared in zip(pairs, compares, strict=True)
+            if is_compared
+        ]
         self._samples = None
+
+
+def _is_cast(parameter: Any) -> bool:
+    """True if a parameter is gathered in another precision than its shard has."""
+    (gathered,) = parameter.all_gather_outputs
+    return bool(gathered.dtype != parameter._sharded_local_tensor.dtype)
 
 
 def _has_other_memory(parameter: Any) -> bool:
@@ -253,5 +268,5 @@ def _sampled(flat: Tensor, turn: int) -> Tensor:
 
 
 def differ(rows: Tensor, shards: Tensor) -> Tensor:
-    """True, on the device, if shards differ from rows in any bit once they have the precision of rows."""
-    return (rows.view(torch.uint8) != shards.to(rows.dtype).view(torch.uint8)).any()
+    """True, on the device of rows, if shards differ from rows in any bit once they have the precision of rows."""
+    return (rows.view(torch.uint8) != shards.to(rows).view(torch.uint8)).any()

@@ -78,8 +78,9 @@ def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
 
     Raises:
         PlanMismatchError: the plan is for another model, see `apply_plan`.
-        ConfigurationError: a unit has trainable parameters of several dtypes, or slices and several operators; or it
-            is inside a module that is compiled whole, or a block is.
+        ConfigurationError: a unit has trainable parameters of several dtypes, or slices and several operators, or its
+            shard is to be on the host though it is trained; or it is inside a module that is compiled whole, or a block
+            is.
     """
     modules = dict(module.named_modules())
     _check_units(plan, modules)
@@ -87,6 +88,7 @@ def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     _check_compiled(plan, module)
     _check_slices(plan, module)
     _check_exchanges(plan, module)
+    _check_host_shards(plan, modules)
     call_layers_in_evaluation(module)
     return modules
 
@@ -157,6 +159,20 @@ def _check_exchanges(plan: Plan, module: nn.Module) -> None:
             raise ConfigurationError(
                 f"Expected unit {unit.name!r} to be able to move activations as {unit.exchange!r}, as the plan says,"
                 f" but {why}. Plan anew by leaving out `plan=`, or have the unit move weights."
+            )
+
+
+def _check_host_shards(plan: Plan, modules: dict[str, nn.Module]) -> None:
+    """Raises a `ConfigurationError` where the shard of a unit is to be on the host, and the unit is trained."""
+    for unit in plan.units:
+        if not any(effects_of(each).shard_on_host for each in unit.treatments):
+            continue
+        parameters = ((name, each) for name in unit.operators for each in modules[name].named_parameters(recurse=False))
+        trained = next((f"{name}.{own}" for name, (own, each) in parameters if each.requires_grad), None)
+        if trained is not None:
+            raise ConfigurationError(
+                f"Expected nothing to be trained of unit {unit.name!r}, whose shard the plan has on the host, but"
+                f" {trained!r} is. Freeze it with requires_grad_(False), or plan anew by leaving out `plan=`."
             )
 
 

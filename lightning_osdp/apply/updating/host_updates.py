@@ -1,4 +1,4 @@
-"""Rows of shards in memory of the host, where an optimizer keeps what it has of them, and updates them."""
+"""Rows of shards in memory of the host, where an optimizer keeps what it has of them, and updates them; and shards."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ class HostRows:
     Args:
         parameters: shards whose states are on the host.
         device: of the shards.
+        shards: those that are on the host themselves, and not updated.
 
     Attributes:
         spare: memory for copies of states, by id of parameters and by name.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], device: torch.device) -> None:
+    def __init__(self, parameters: Iterable[Tensor], device: torch.device, shards: Iterable[Tensor] = ()) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._shards = {id(shard): shard for shard in shards}
         self._device = device
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.spare: dict[int, dict[str, Tensor]] = {}
@@ -52,6 +54,10 @@ class HostRows:
     def holds(self, parameter: object) -> bool:
         """True if the host updates a parameter."""
         return id(parameter) in self._parameters
+
+    def keeps(self, parameter: object) -> bool:
+        """True if a parameter is a shard that is on the host itself."""
+        return id(parameter) in self._shards
 
     def held_in(self, optimizer: Optimizer) -> dict[int, Tensor]:
         """Parameters of an optimizer that the host updates, by id, in the order of its groups."""
@@ -126,7 +132,8 @@ class HostRows:
                     optimizer.state[self._parameters[key]] = optimizer.state.pop(stand_in)
 
     def tensors(self, optimizers: Iterable[Optimizer]) -> Iterator[object]:
-        """Yields what is in memory of the host: copies, and states of these optimizers."""
+        """Yields what is in memory of the host: copies, shards, and states of these optimizers."""
+        yield from map(dtensors.local, self._shards.values())
         yield from self._copies.values()
         yield from self.spare.values()
         for optimizer in optimizers:

@@ -92,7 +92,7 @@ class Plan:
     """Predicted peak while the model is evaluated in batches of ``micro_batch_size`` samples per rank."""
     host_bytes: int = 0
     """Predicted memory of the host that a rank takes for states that are there, with copies of shards and gradients,
-    and for what blocks offload."""
+    for shards that are there, and for what blocks offload."""
     host_limit_bytes: int | None = None
     """Most of that under which the plan was chosen; None where there was no limit, or the plan takes nothing."""
     notes: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from lightning_osdp.core.axes import (
     DEFAULT_ACTIVATIONS,
     NAMED_MODES,
     SELECTIVE,
+    SHARD_CHOICES,
     STATES_CHOICES,
     SYNC_CHOICES,
     modes_of,
@@ -43,6 +44,10 @@ class SearchSpace:
     states: tuple[str, ...] = STATES_CHOICES[:1]
     """Places of what the optimizer keeps of a unit. ``host``, which is offered only where it is named, has the host
     update the unit: beside ``device`` where the unit does not fit else, alone wherever anything is trained."""
+    shards: tuple[str, ...] = SHARD_CHOICES[:1]
+    """Places of a unit's shard between steps. ``host``, which is offered only where it is named, has shards of units
+    there of which nothing is trained, and copies them to the device before each all-gather: beside ``device`` where
+    they do not fit else, alone wherever all of a unit is frozen."""
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""
     activations: tuple[str, ...] = DEFAULT_ACTIVATIONS
@@ -59,6 +64,7 @@ class SearchSpace:
             ("modes", self.offered_modes, tuple(NAMED_MODES)),
             ("sync", self.sync, SYNC_CHOICES),
             ("states", self.states, STATES_CHOICES),
+            ("shards", self.shards, SHARD_CHOICES),
             ("activations", self.activations, (*ACTIVATION_CHOICES, SELECTIVE)),
         ):
             members = _members(given)
@@ -87,7 +93,7 @@ class SearchSpace:
         if not isinstance(self.share_units, bool):
             raise ConfigurationError(f"SearchSpace(share_units=...) must be True or False, got {self.share_units!r}.")
         # plans cannot store the lists and sets that users give
-        for name in ("modes", "sync", "states", "slices", "activations"):
+        for name in ("modes", "sync", "states", "shards", "slices", "activations"):
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else tuple(given))
 

@@ -18,7 +18,7 @@ from lightning_osdp.planner.engine import effects_of
 MAX_TRIES = 6
 """Limits that are tried where the closed form is not exact: halvings of what it leaves, or of what it leaves out."""
 
-_OF_ROOT = {"home": "node", "states": "device"}
+_OF_ROOT = {"home": "node", "states": "device", "shard": "device"}
 """Values that the root may have in place of those in its one option, where they are offered."""
 
 
@@ -86,7 +86,7 @@ def assign_modes(
 def _as_simulated(first: Assignment, memory_limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
     """The fastest assignment found that fits as simulated, of those that fill less and less memory by the closed form.
 
-    Where states may be on the host, the closed form leaves out temporaries of updates on the device. ``first`` fits by
+    Where units may be on the host, the closed form leaves out temporaries of updates on the device. ``first`` fits by
     the closed form. Bytes beyond the limit are left out next, or half of those that are open.
     """
     setting, costs = first.setting, first.setting.costs

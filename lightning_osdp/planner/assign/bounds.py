@@ -98,8 +98,14 @@ class LeastSeconds:
         self._update_s = setting.costs.optimizer_s
         self._blocks = Counter(self._ways(block, choices) for block in blocks)
         """Number of blocks that have these ways."""
-        hosted = bool(setting.costs.hosted)  # then units that have states on the device hold them
-        sharded = sum(each.parameter_bytes + (0 if hosted else each.optimizer_bytes) for each in profile)
+        # units that have on the device what may be on the host hold that
+        may_leave = any(effects_of(mode).shard_on_host for mode in setting.modes)
+        hosted = bool(setting.costs.hosted)
+        sharded = sum(
+            (each.parameter_bytes if each.num_trainable or not may_leave else 0)
+            + (0 if hosted else each.optimizer_bytes)
+            for each in profile
+        )
         left = Affine(memory_limit_bytes - profile.buffer_bytes - sharded / cluster.world_size)
         self._left_bytes = left - profile.batch_bytes - profile.saved_bytes
         for crossing in profile.crossings:  # what several blocks save is there once
@@ -138,7 +144,7 @@ class LeastSeconds:
                 continue  # it may be sharded in the node, or have its states on the device, whatever is offered
             ways = []
             for mode in options:
-                seconds = max(0.0, costs.unit_s(unit, mode, "communication", "overhead") - apart)
+                seconds = max(0.0, costs.unit_s(unit, mode, "communication", "copies", "overhead") - apart)
                 ways.append((Affine(seconds), Affine(costs.memory.held_at(len(setting.units), place, mode))))
             units.append(tuple(ways))
         return Counter(units)

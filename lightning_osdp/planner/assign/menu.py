@@ -27,6 +27,7 @@ def subject_of(unit: UnitProfile, step: Step, engine: FSDP2) -> Subject:
         has_nodes=step.cluster.has_nodes,
         is_reached=unit.last >= unit.trained_from,
         is_trained=unit.gradient_bytes > 0,
+        may_leave=unit.parameter_bytes > 0 and not unit.gradient_bytes,
         may_exchange=unit.exchange is not None and unit.block is None and step.cluster.world_size > 1,
         may_stay=not unit.gradient_bytes and not unit.is_root and step.cluster.world_size > 1,
         may_wait=waits and engine.may_wait(unit),

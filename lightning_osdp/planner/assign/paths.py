@@ -46,7 +46,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, dropwhile, takewhile
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ class Paths:
             and kind not in HOLDING_UP
         }
         self._num_micro_batches = setting.workload.num_micro_batches
-        self._optimizer_s = setting.costs.optimizer_s - setting.costs.root_more_s  # its states may be on the device
+        self._optimizer_s = setting.costs.optimizer_s - setting.costs.root_more_s  # it may be on the device
         offered = self._offered = {effects_of(mode) for options in self._options for mode in options}
         self._may_accumulate = any(each.waits for each in offered)
         self._may_wait = not self._may_accumulate and not any(
@@ -119,6 +119,7 @@ class Paths:
             if any(effects_of(mode).is_passed_over for mode in options)
         }
         # gathers wait for all computing that was issued before them
+        self._copies_beside = setting.engine.copies_beside(setting.cluster)
         self._gathers_wait = setting.engine.asynchronous_unshard or not setting.cluster.has_streams
         self._walk()
 
@@ -304,10 +305,21 @@ class Paths:
         ]
         return dataclasses.replace(computing, times_s=times_s)
 
+    @cached_property
+    def _copied(self) -> Additive | None:
+        """Seconds of copies of shards from the host, one after the other on its link; None where none run beside."""
+        if not self._copies_beside or not any(each.shard_on_host for each in self._offered):
+            return None
+        times_s = [
+            {mode: self._setting.costs.unit_s(self._setting.units[unit], mode, "copies") for mode in options}
+            for unit, options in enumerate(self._options)
+        ]
+        return dataclasses.replace(self._outermost[1], times_s=times_s, constant_s=self._optimizer_s)
+
     @property
     def means(self) -> Sequence[Additive]:
-        """Seconds of weighted paths, which no modes go below."""
-        return tuple(each for each in (self._mean, self._contended) if each is not None)
+        """Seconds of weighted paths, and of copies, which no modes go below."""
+        return tuple(each for each in (self._mean, self._contended, self._copied) if each is not None)
 
     def _direct_s(self, options: Sequence[Sequence[Treatment]]) -> list[float]:
         """Seconds of a step's path without detours, for each turn: of each unit the least of its options."""
@@ -316,7 +328,7 @@ class Paths:
         for unit, turn in self._flattened.items():
             update_s = min(self._update_s(unit, mode) for mode in options[unit])
             more_s[0] += update_s
-            more_s[turn] += min(self._own_s(unit, mode) for mode in options[unit]) - update_s
+            more_s[turn] += min(self._own_s(unit, mode, copies=True) for mode in options[unit]) - update_s
             reduces_s = min(self._all_reduces_s(unit, mode) for mode in options[unit])
             more_s[0] += reduces_s
             more_s[turn + 1] -= reduces_s
@@ -345,9 +357,14 @@ class Paths:
         """Seconds of the unit's update, which is after all else, beyond those of ZDP."""
         return self._setting.costs.unit_s(self._setting.units[unit], mode)
 
-    def _own_s(self, unit: int, mode: Treatment) -> float:
-        """Seconds, before the unit's gradients are reduced and in its update, that depend on its mode alone."""
-        return self._setting.costs.unit_s(self._setting.units[unit], mode, "overhead", "activations")
+    def _own_s(self, unit: int, mode: Treatment, *, copies: bool) -> float:
+        """Seconds, before the unit's gradients are reduced and in its update, that depend on its mode alone.
+
+        With ``copies``: also of those of its shard from the host where they are in the stream that computes. A detour
+        may pass by some that come before it is over.
+        """
+        terms = ("overhead", "activations", *(("copies",) if copies and not self._copies_beside else ()))
+        return self._setting.costs.unit_s(self._setting.units[unit], mode, *terms)
 
     def _exchanges_s(self, unit: int, mode: Treatment, *, computes: bool = False) -> float:
         """Seconds of a step for which moving a unit's activations keeps the links between all ranks busy.
@@ -390,13 +407,14 @@ class Paths:
         for detour in path.detours:
             freed_s[detour.unit] += self._num_micro_batches * detour.more_s
         gathered = Counter(self._gathered if path.turn == 0 else ())
+        own_s = partial(self._own_s, copies=not path.detours)
         times_s = []
         for unit, options in enumerate(self._options):
             turn = self._flattened[unit]
             times_s.append(
                 {
                     mode: self._exchanges_s(unit, mode, computes=computes)
-                    + (self._own_s if turn <= path.turn else self._update_s)(unit, mode)
+                    + (own_s if turn <= path.turn else self._update_s)(unit, mode)
                     + (self._all_reduces_s(unit, mode) if turn >= path.turn else 0.0)
                     + gathered[unit] * self._num_gathers(mode) * self._gather_s[unit]
                     + (freed_s[unit] if self._is_again(mode) else 0.0)

@@ -7,7 +7,18 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from lightning_osdp.core.axes import ALL_MODES, DP, KEEP, STATIONARY, ZDP, Subject, Treatment, freed_and_kept
+from lightning_osdp.core.axes import (
+    ALL_MODES,
+    ANYTHING,
+    DP,
+    KEEP,
+    STATIONARY,
+    ZDP,
+    Subject,
+    Treatment,
+    freed_and_kept,
+    on_device,
+)
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
@@ -104,8 +115,8 @@ class Setting(Step):
     moving_mode: Treatment = STATIONARY
     """Treatment of these units."""
     host_room_bytes: int | None = None
-    """Memory of the host within which units may have states there and copy what they save: then only as many units
-    may as have room together. None: all may, however much that is."""
+    """Memory of the host within which units may have states or shards there and copy what they save: then only as many
+    units may as have room together. None: all may, however much that is."""
     host_rent_s_per_byte: float = 0.0
     """Seconds that count for each byte of the host's memory, in the search for a bound under a limit of that memory."""
     activations: tuple[str, ...] = (KEEP,)
@@ -202,8 +213,11 @@ class Setting(Step):
 
     @property
     def overlaps(self) -> bool:
-        """True where computing may hide communication: else the simulated time is a sum, too."""
-        return self.cluster.overlaps and self.cluster.world_size > 1 and not self.is_paper
+        """True where computing may hide communication, or copies of shards: else the simulated time is a sum, too."""
+        if self.cluster.world_size > 1:
+            return self.cluster.overlaps and not self.is_paper
+        copies = self.cluster.host_copies_overlap and any(effects_of(mode).shard_on_host for mode in self.modes)
+        return copies and not self.is_paper
 
     @property
     def all_zdp_modes(self) -> Modes:
@@ -238,7 +252,7 @@ class Costs:
     def options(self) -> tuple[Modes, ...]:
         """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
         setting, known = self._setting, cache(self._within)
-        root = DP.but(states=setting.modes[0]["states"])
+        root = DP.but(**setting.modes[0].only("states", "shard"))
         return tuple(
             (root.within(self._subject(unit)),)
             if unit.is_root
@@ -252,9 +266,16 @@ class Costs:
         """Properties of a unit that rules of axes ask for; the paper has fewer choices."""
         subject = subject_of(unit, self._setting, self._setting.engine)
         if self._setting.is_paper:
-            return replace(subject, has_host=False, has_nodes=False, may_stay=False, may_exchange=False)
-        if self._room_on_host is not None and ("states", unit.name) not in self._room_on_host:
-            return replace(subject, has_host=False)
+            return replace(
+                subject, has_host=False, has_nodes=False, may_exchange=False, may_leave=False, may_stay=False
+            )
+        if self._room_on_host is not None:
+            has_room = {axis for axis, name in self._room_on_host if name == unit.name}
+            return replace(
+                subject,
+                has_host=subject.has_host and "states" in has_room,
+                may_leave=subject.may_leave and "shard" in has_room,
+            )
         return subject
 
     def _choices(self, unit: UnitProfile) -> tuple[str, ...]:
@@ -270,16 +291,25 @@ class Costs:
     def _within(self, subject: Subject, choices: tuple[str, ...]) -> Modes:
         """Treatments that are offered and apply; where the host is short of room, states there are over all ranks."""
         modes = dict.fromkeys(mode.within(subject) for mode in self._setting.modes)
+        if subject.may_leave and self._all_leave:
+            modes = dict.fromkeys(mode for mode in modes if effects_of(mode).shard_on_host)
         if self._room_on_host is not None:
             modes = dict.fromkeys(mode for mode in modes if not {"states", "home"} <= mode.keys())
         return tuple(mode.but(saves=choice) for choice in choices for mode in modes)
 
     @cached_property
+    def _all_leave(self) -> bool:
+        """True where shards are offered no other place than the host, wherever they may be there."""
+        on_device = [mode for mode in self._setting.modes if not effects_of(mode).shard_on_host]
+        must_stay = all(mode.but(shard="host").within(ANYTHING) == mode for mode in on_device)
+        return must_stay and len(on_device) < len(self._setting.modes)
+
+    @cached_property
     def _room_on_host(self) -> frozenset[tuple[str, str]] | None:
         """Axes and units with room on the host for all of them together; None where the host has room for everything.
 
-        Copies of what blocks save have it first, for they free as much of the device as they take there, and states
-        half of that; then the largest, for many small units cannot free what a large one does.
+        Copies of what blocks save have it first, for they free as much of the device as they take there, and so do
+        shards, and states half of that; then the largest, for many small units cannot free what a large one does.
         """
         setting = self._setting
         if setting.host_room_bytes is None:
@@ -287,14 +317,20 @@ class Costs:
         samples = setting.workload.micro_batch_size
         optimizer, pins = setting.profile.optimizer, setting.cluster.host_copies_overlap
         ranks, layout = setting.cluster.world_size, setting.bytes_engine.layout
-        sizes = {}
+        may_leave = any(effects_of(mode).shard_on_host for mode in setting.modes)
+        sizes = dict[tuple[str, str], float]()
         for unit in setting.units:
             copied = max(block_copied_bytes(unit, choice, samples) for choice in setting.activations)
-            states = layout([unit], optimizer, ranks, on_host=[True], pins=pins).host
             sizes["saves", unit.name] = copied * (PINNED if pins else 1)
-            sizes["states", unit.name] = 0.0 if unit.name in setting.moving else states
+            if unit.name in setting.moving:
+                continue
+            if unit.gradient_bytes:
+                sizes["states", unit.name] = layout([unit], optimizer, ranks, on_host=[True], pins=pins).host
+            elif may_leave:
+                sizes["shard", unit.name] = layout([unit], optimizer, ranks, shards_on_host=[True], pins=pins).host
         left, found = setting.host_room_bytes + ROUNDING_BYTES - host_bytes(setting), []
-        for key in sorted(sizes, key=lambda key: (key[0] != "saves", -sizes[key])):
+        order = ("saves", "shard", "states")
+        for key in sorted(sizes, key=lambda key: (order.index(key[0]), -sizes[key])):
             if sizes[key] <= left:
                 left -= sizes[key]
                 found.append(key)
@@ -335,9 +371,14 @@ class Costs:
 
         def of(unit: UnitProfile, options: Modes, mode: Treatment) -> Treatment:
             if unit.is_root:
-                return freed_and_kept(mode)[1].only("home", "keep", "states").within(self._subject(unit))
-            simpler = (mode.only("moves", "home", "keep", *more) for more in (("states",), ()))
-            return next((each for each in (mode, *simpler) if each in options), options[0])
+                subject, axes = self._subject(unit), ("states", "shard")
+                offered = {each.within(subject).only(*axes) for each in self._setting.modes}
+                places = mode.only(*axes).within(subject)  # a frozen unit's says nothing of states
+                places = places if places in offered else options[0].only(*axes)
+                return freed_and_kept(mode)[1].only("home", "keep").but(**places).within(subject)
+            own = mode.within(self._subject(unit))
+            simpler = (own.only("moves", "home", "keep", *more) for more in (("states", "shard"), ()))
+            return next((each for each in (own, *simpler) if each in options), options[0])
 
         offered = dict.fromkeys(
             mode for options in self.options[1:] or self.options for mode in options if "saves" not in mode
@@ -398,20 +439,21 @@ class Costs:
         )
 
     @cached_property
-    def hosted(self) -> frozenset[int]:
-        """Units, as positions among all, whose states may be on the host."""
-        return frozenset(
-            unit
-            for unit, options in enumerate(self.options)
-            if any(effects_of(mode).updates_on_host for mode in options)
-        )
+    def hosted(self) -> Mapping[int, Treatment]:
+        """Units, as positions among all, of which states or shards may be on the host -> how with all that may be."""
+        found = {}
+        for unit, options in enumerate(self.options):
+            there = [mode.only("states", "shard") for mode in options if effects_of(mode).is_on_host]
+            if there:
+                found[unit] = there[0]  # which takes least of the device
+        return found
 
     @cached_property
     def root_more_s(self) -> float:
-        """Seconds that the root's option takes for states on the host, where bounds are of those on the device, too."""
+        """Seconds that the root's option takes for what is on the host, where bounds are of the device alone, too."""
         return sum(
-            self.unit_s(unit, mode) - self.unit_s(unit, mode.but(states="device"))
-            for unit, (mode, *_) in zip(self._setting.units, self.options, strict=True)
+            times_s[mode] - times_s[on_device(mode)]
+            for unit, times_s, (mode, *_) in zip(self._setting.units, self.times_s, self.options, strict=True)
             if unit.is_root
         )
 

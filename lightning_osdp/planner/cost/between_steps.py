@@ -42,7 +42,7 @@ def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = D
     gathering = [0.0] * len(profile.segments)
     for unit, size, is_kept, each in zip(units, layout.units, stays, effects, strict=True):
         for first, last in unit.calls if not each.is_passed_over else ():
-            gathering[first] = max(gathering[first], size.cast_shard, size.buffer)
+            gathering[first] = max(gathering[first], size.sent_shard, size.buffer)
             for segment in range(first, last + 1) if not is_kept else ():
                 running[segment] += size.gathered
     kept = sum(size.gathered for size, is_kept in zip(layout.units, stays, strict=True) if is_kept)
@@ -81,13 +81,14 @@ def saving_peak(step: Step, modes: Sequence[Treatment], *, is_sharded: bool, eng
         for unit, number in zip(units, shards, strict=True)
     )
     # state dicts gather units in the dtype at rest
-    gathered = [size.shard * number if number > 1 else 0.0 for size, number in zip(layout.units, shards, strict=True)]
+    own = [size.shard + size.host_shard for size in layout.units]
+    gathered = [num_bytes * number if number > 1 else 0.0 for num_bytes, number in zip(own, shards, strict=True)]
     left = sum(
         num_bytes
         for unit, mode, num_bytes in zip(units, modes, gathered, strict=True)
         if unit.is_root or effects_of(mode).is_kept
     )
-    one = max((num_bytes + size.shard for num_bytes, size in zip(gathered, layout.units, strict=True)), default=0.0)
+    one = max(map(sum, zip(gathered, own, strict=True)), default=0.0)
     return _between_steps(step, layout) + left + one + states
 
 

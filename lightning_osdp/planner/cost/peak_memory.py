@@ -21,8 +21,8 @@ mixed precision it is copied before, which is left out here. One that is sharded
 its shard, state and reduced gradient are those of one of m ranks in place of N. Its copies are larger in that ratio,
 too, which is left out.
 
-Where the states of a unit may be on the host, floor_k is without them, and the unit holds them at every k where they
-are on the device. Temporaries of their update are left out.
+Where the states of a unit, or its shard, may be on the host, floor_k is without them, and the unit holds them at every
+k where they are on the device. Temporaries of updates are left out, and that less is copied for all-gathers then.
 
 Where a unit is a block that may recompute or offload, it saves A_u bytes beyond the fewest that it may save, from where
 forward has left it to where backward comes back: they count as x_u P_u does. floor_k is then the largest moment of
@@ -42,7 +42,7 @@ or not; the first micro-batch has not made all gradients yet, and the last one h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache, partial
 from itertools import accumulate
@@ -138,10 +138,10 @@ class StepMemory:
     """Finds the moment itself by its k, which may take longer than all other questions."""
     node_size: int = 1
     """Ranks of a node, in each of which an hpZ unit leaves P / node_size."""
-    states_bytes: tuple[Mapping[tuple[str, bool], float], ...] = ()
+    states_bytes: tuple[Mapping[tuple[str, bool, bool], float], ...] = ()
     """Bytes of each unit's shard, state and reduced gradient, in the order of all units, by the ranks that the unit is
-    sharded over and by whether its states are on the host: beyond those over all ranks, with states on the host where
-    they may be. Empty where neither can differ."""
+    sharded over and by whether its states, and its shard, are on the host: beyond those over all ranks, with both on
+    the host where they may be. Empty where none can differ."""
     exchanged_bytes: Mapping[tuple[int, str], float] = field(default_factory=dict)
     """E of each unit that may move activations, by its position among all units and the ranks that it is over."""
 
@@ -194,7 +194,7 @@ class StepMemory:
         if not self.states_bytes:
             return 0.0
         effects = effects_of(mode)
-        return self.states_bytes[unit][effects.sharded_over, effects.updates_on_host]
+        return self.states_bytes[unit][effects.sharded_over, effects.updates_on_host, effects.shard_on_host]
 
     def kept_bytes(self, modes: Sequence[Treatment]) -> list[float]:
         """Bytes that units hold with these modes, one per unit, when the first k are freed, for k = 0, 1, ..."""
@@ -292,20 +292,18 @@ def step_memory(
     *,
     activations: Sequence[str] = (KEEP,),
     moving: Mapping[int, Treatment] = MappingProxyType({}),
-    hosted: Collection[int] = (),
+    hosted: Mapping[int, Treatment] = MappingProxyType({}),
     engine: FSDP2 = DEFAULT,
     known: MutableMapping[Hashable, LargestMoments] | None = None,
 ) -> StepMemory:
     """Peak of one optimizer step on one rank, for any choice of modes, and of what its blocks may do by `activations`.
 
     In the step itself all blocks keep what they save. Units at the places ``moving`` are treated so, and move
-    activations, whatever the modes; those at ``hosted`` may have their states on the host. Largest moments that are
+    activations, whatever the modes; those at ``hosted`` are treated so with all on the host that may be. Largest
+    moments that are
     ``known`` of the step with other micro-batch sizes are not looked for again; those that are found are added.
     """
-    least = [
-        moving[unit] if unit in moving else ZDP.but(states="host") if unit in hosted else ZDP
-        for unit in range(len(step.units))
-    ]
+    least = [moving[unit] if unit in moving else hosted.get(unit, ZDP) for unit in range(len(step.units))]
     profile, units, samples = step.profile, step.units, step.workload.micro_batch_size
     order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, step.cluster.world_size).units
     saved = [_saved_beyond(units[unit], activations, samples) for unit in order]
@@ -328,13 +326,13 @@ def step_memory(
             if k not in largest or floor_bytes > largest[k].num_bytes:
                 largest[k] = _Floor(floor_bytes, known[key], *less)
 
-    states: Sequence[Mapping[tuple[str, bool], float]] = ()
-    if step.cluster.has_nodes or profile.optimizer.host_s_per_element is not None:
+    states: Sequence[Mapping[tuple[str, bool, bool], float]] = ()
+    if step.cluster.has_nodes or hosted or profile.optimizer.host_s_per_element is not None:
         states = _more_states(
             units,
             profile.optimizer,
             (over_ranks["node"], over_ranks["all"]),
-            tuple(unit in hosted for unit in range(len(units))),
+            tuple(_on_host(hosted.get(unit, ZDP)) for unit in range(len(units))),
             engine,
         )
 
@@ -405,46 +403,54 @@ def _moments_of(
     return LargestMoments(read_sized, is_affine=is_affine)
 
 
+def _on_host(mode: Treatment) -> tuple[bool, bool]:
+    """Tells if a unit's states are on the host in a mode, and if its shard is."""
+    effects = effects_of(mode)
+    return effects.updates_on_host, effects.shard_on_host
+
+
 @lru_cache(maxsize=64)
 def _more_states(
     units: tuple[UnitProfile, ...],
     optimizer: OptimizerProfile,
     over: tuple[int, int],
-    hosted: tuple[bool, ...],
+    least: tuple[tuple[bool, bool], ...],
     engine: FSDP2,
-) -> tuple[Mapping[tuple[str, bool], float], ...]:
+) -> tuple[Mapping[tuple[str, bool, bool], float], ...]:
     """`StepMemory.states_bytes` of each unit, with the ranks of a node and all ranks.
 
     Gradients that micro-batches have scattered in the node alone take the place of the reduced gradient, and may be
     wider.
     """
 
-    def states(unit: UnitProfile, num_shards: int, *, scatters: bool, on_host: bool) -> float:
-        layout = engine.layout([unit], optimizer, num_shards, on_host=[on_host])
+    def states(unit: UnitProfile, num_shards: int, on_host: tuple[bool, bool], *, scatters: bool) -> float:
+        of_states, of_shard = on_host
+        layout = engine.layout([unit], optimizer, num_shards, on_host=[of_states], shards_on_host=[of_shard])
         (size,) = layout.units
         gradient = max(size.reduced, size.scattered) if scatters else size.reduced
         return layout.shards + layout.optimizer_state + gradient
 
     in_node, in_all = over
     found = []
-    for unit, may_leave in zip(units, hosted, strict=True):
-        of_all = {is_host: states(unit, in_all, scatters=False, on_host=is_host) for is_host in (False, True)}
+    places = [(states, shard) for states in (False, True) for shard in (False, True)]
+    for unit, most_on_host in zip(units, least, strict=True):
+        of_all = {on_host: states(unit, in_all, on_host, scatters=False) for on_host in places}
         of_node = {
-            is_host: max(least, states(unit, in_node, scatters=True, on_host=is_host))
-            for is_host, least in of_all.items()
+            on_host: max(least_bytes, states(unit, in_node, on_host, scatters=True))
+            for on_host, least_bytes in of_all.items()
         }
         found.append(
             {
-                (ranks, is_host): num_bytes - of_all[may_leave]
+                (ranks, of_states, of_shard): num_bytes - of_all[most_on_host]
                 for ranks, of_ranks in (("all", of_all), ("node", of_node))
-                for is_host, num_bytes in of_ranks.items()
+                for (of_states, of_shard), num_bytes in of_ranks.items()
             }
         )
     return tuple(found)
 
 
 def host_bytes(step: Step, modes: Sequence[Treatment] = ()) -> float:
-    """Most host memory that a rank takes in these modes, one per unit: for updates there, and for what blocks copy.
+    """Most host memory that a rank takes in these modes, one per unit: for updates, shards, and what blocks copy.
 
     Where copies run beside computing, they are pinned: of activations, whose sizes one by one are not known, each is
     taken to need twice its bytes. Without modes, it is what blocks copy whose choices the profile has.

@@ -12,6 +12,7 @@ from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.planner.engine import (
     COLLECTIVES,
+    COPY,
     DEFAULT,
     EXCHANGES,
     FSDP2,
@@ -51,13 +52,21 @@ def communication_s(
         OSDP (Jiang et al. 2022), equation 2.
     """
     seconds = collectives_s(unit, mode, cluster=cluster, workload=workload, engine=engine)
-    return sum(seconds.values())
+    return sum(each_s for each, each_s in seconds.items() if each is not COPY)
+
+
+def copies_s(
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+) -> float:
+    """Copies of a shard on the host to the device: of its bytes, for each all-gather of it."""
+    seconds = collectives_s(unit, mode, cluster=cluster, workload=workload, engine=engine)
+    return seconds.get(COPY, 0.0)
 
 
 def collectives_s(
     unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> Mapping[Collective, float]:
-    """Seconds of `communication_s` by collective, in the order of `COLLECTIVES`."""
+    """Seconds of `communication_s` by collective, in the order of `COLLECTIVES`, with those of `copies_s`."""
     numbers = effects_of(mode).collectives(unit, num_micro_batches=workload.num_micro_batches)
     return {each: number * collective_s(unit, each, cluster, workload, engine) for each, number in numbers.items()}
 
@@ -65,7 +74,7 @@ def collectives_s(
 def resource_s(
     unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2
 ) -> tuple[float, ...]:
-    """Seconds of an optimizer step that a unit takes of computing, its operators' own apart, and of each collective."""
+    """Seconds of an optimizer step that a unit takes of computing, its operators' own apart, and of each link's use."""
     seconds = collectives_s(unit, mode, cluster=cluster, workload=workload, engine=engine)
     own_s = sum(
         term(unit, mode, cluster=cluster, workload=workload, engine=engine) for term in (overhead_s, activations_s)
@@ -90,6 +99,8 @@ def collective_s(
     if operation == "reduce_scatter":
         num_bytes = engine.reduce_scatter_bytes(unit, cluster.num_ranks(over))
         return cluster.reduce_scatter_s(num_bytes, over=over) if num_bytes else 0.0
+    if operation == COPY.operation:
+        return unit.parameter_bytes / cluster.num_ranks(over) * cluster.host_copy_s_per_byte
     num_shards = cluster.num_ranks("node")
     num_bytes = engine.reduce_scatter_bytes(unit, num_shards) / num_shards
     return cluster.all_reduce_between_s(num_bytes) if num_bytes else 0.0
@@ -158,14 +169,21 @@ def more_optimizer_s(
     optimizer, effects = profile.optimizer, effects_of(mode)
     num_ranks, trainable = cluster.num_ranks(effects.sharded_over), sum(each.num_trainable for each in unit.operators)
     own_s = optimizer.s_per_element * trainable / num_ranks
-    if effects.updates_on_host and optimizer.host_s_per_element is not None:
+    host_s_per_element = optimizer.host_s_per_element if effects.updates_on_host else None
+    if host_s_per_element is not None:
         copy_s = unit.trainable_bytes / num_ranks * cluster.host_copy_s_per_byte
-        host_s = 3 * copy_s + optimizer.host_s_per_element * trainable / num_ranks
+        host_s = 3 * copy_s + host_s_per_element * trainable / num_ranks
         own_s = own_s + copy_s if is_ahead(optimizer, cluster) else max(own_s, host_s)
-        if host_rent_s_per_byte:
-            pins = cluster.host_copies_overlap
-            held = DEFAULT.layout([unit], optimizer, num_ranks, on_host=[True], pins=pins)
-            own_s += host_rent_s_per_byte * held.host
+    if host_rent_s_per_byte:
+        held = DEFAULT.layout(
+            [unit],
+            optimizer,
+            num_ranks,
+            on_host=[host_s_per_element is not None],
+            shards_on_host=[effects.shard_on_host],
+            pins=cluster.host_copies_overlap,
+        )
+        own_s += host_rent_s_per_byte * held.host
     return own_s - optimizer.s_per_element * trainable / cluster.world_size
 
 
@@ -291,6 +309,7 @@ def apart_s(num_units: int, *, cluster: Cluster, workload: Workload) -> float:
 
 TERMS: dict[str, Callable[..., float]] = {
     "communication": communication_s,
+    "copies": copies_s,
     "compute": compute_s,
     "overhead": overhead_s,
     "activations": activations_s,

@@ -22,6 +22,7 @@ from lightning_osdp.planner.engine.effects import (
 )
 from lightning_osdp.planner.engine.events import (
     COLLECTIVES,
+    COPY,
     EXCHANGES,
     GATHERS,
     HOLDING_UP,
@@ -38,6 +39,7 @@ __all__ = [
     "AUTO",
     "BLOCKS_IN_FLIGHT",
     "COLLECTIVES",
+    "COPY",
     "DEFAULT",
     "EXCHANGES",
     "FLIPS",

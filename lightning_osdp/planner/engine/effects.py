@@ -50,6 +50,13 @@ class Effects:
     updates_on_host: bool = False
     """True if states of the optimizer are in memory of the host, which updates the unit's shard: with a copy of the
     shard and of its gradient, from where the shard is copied back."""
+    shard_on_host: bool = False
+    """True if the unit's shard is in memory of the host, and copied to the device for each all-gather of it."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if anything of the unit is in memory of the host between steps."""
+        return self.updates_on_host or self.shard_on_host
 
     @property
     def is_passed_over(self) -> bool:
@@ -83,8 +90,9 @@ class Effects:
         One that is kept is there at all calls in forward, and at the first that backward comes to; after that nothing
         is left of it but what is sharded between steps. A resident one was gathered in the first step, which is not
         counted. One that exchanges activations does so twice in forward and twice in backward, and where it is sharded
-        in the node, gradients of its shard are summed between nodes. A frozen one reduces nothing. Where no unit is
-        given, it is one that is trained, and that forward calls once; so often is one of a plan called.
+        in the node, gradients of its shard are summed between nodes. A frozen one reduces nothing. A shard on the host
+        is copied for each all-gather of it. Where no unit is given, it is one that is trained, and that forward calls
+        once; so often is one of a plan called.
         """
         return _counts(self, *_calls(unit), num_micro_batches)
 
@@ -120,6 +128,8 @@ def _counts(
         counts[GATHER_OVER[effects.sharded_over]] += first * (1 if effects.stays else num_micro_batches)
     if not (effects.exchanges or effects.is_kept):
         counts[GATHER_OVER[effects.left_over]] += (num_calls + num_reached - first) * num_micro_batches
+    if effects.shard_on_host:
+        counts["copy_in"] = counts[GATHER_OVER[effects.sharded_over]]
     for kinds, number in zip(effects.reductions, (num_micro_batches - 1, 1), strict=True):
         for kind in kinds if has_gradients else ():
             counts[kind] += number
@@ -183,6 +193,7 @@ def effects_of(treatment: Treatment) -> Effects:
         stays=is_resident or (left_over == "one" and "accumulate" in reductions[0]),
         is_resident=is_resident,
         updates_on_host=treatment["states"] == "host",
+        shard_on_host=treatment["shard"] == "host",
     )
 
 

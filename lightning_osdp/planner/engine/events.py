@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Kind = Literal[
+    "copy_in",
     "gather",
     "await",
     "linger",
@@ -35,13 +36,13 @@ Kind = Literal[
     "exchange_input_gradients_in_node",
     "sum_between",
 ]
-"""``gather``: an all-gather is issued. ``gather_in_node``: so it is in each node, of a unit that is sharded there, or
-of which forward has left a shard there. ``await``: what follows needs the unsharded unit. ``linger``: a forward that is
-run again has awaited it. ``retain``: forward leaves a shard of a unit in each node, then frees it. ``zero``: Lightning
-drops the gradients of the step before, between the first forward and its backward. ``rerun``: forward again, in
-backward. ``flatten``: a unit's gradients are complete, before it is freed. ``stay``: backward is through
-with a resident unit, which has none. ``reduce``: gradients are reduced and scattered.
-``reduce_in_node``: so they are in each node, and then each rank's are reduced between nodes, ``all_reduce``.
+"""``copy_in``: a shard on the host is copied to the device. ``gather``: an all-gather is issued. ``gather_in_node``: so
+it is in each node, of a unit that is sharded there, or of which forward has left a shard there. ``await``: what follows
+needs the unsharded unit. ``linger``: a forward that is run again has awaited it. ``retain``: forward leaves a shard of
+a unit in each node, then frees it. ``zero``: Lightning drops the gradients of the step before, between the first
+forward and its backward. ``rerun``: forward again, in backward. ``flatten``: a unit's gradients are complete, before it
+is freed. ``stay``: backward is through with a resident unit, which has none. ``reduce``: gradients are reduced and
+scattered. ``reduce_in_node``: so they are in each node, and then each rank's are reduced between nodes, ``all_reduce``.
 ``scatter_in_node``: the same without that, which the last micro-batch does for all. ``accumulate``: they are left whole
 for the next micro-batch. ``release``: what a segment had saved is gone. ``exchange_inputs``, ``exchange_outputs``:
 before and after forward of a unit that moves activations, ranks send inputs and outputs to each other. So they do with
@@ -63,14 +64,16 @@ event = lru_cache(maxsize=2**16)(Event)
 
 
 class Collective(NamedTuple):
-    """Collective that a kind of event issues."""
+    """Collective that a kind of event issues, or the copy of a shard before one."""
 
     operation: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, or the kind of an exchange, see `exchanges.messages`."""
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``copy``, or the kind of an exchange, see
+    `exchanges.messages`."""
     over: str
     """Ranks that take part: ``all``, those of a ``node``, or those that have the same place in all ``nodes``."""
     link: str
-    """Whose links it takes: those of ``all`` ranks, or of a ``node``. Collectives of one link run one by one."""
+    """Whose links it takes: those of ``all`` ranks, of a ``node``, or that of each device to its ``host``. Collectives
+    of one link run one by one."""
 
 
 EXCHANGES: tuple[Kind, ...] = (
@@ -96,7 +99,11 @@ EXCHANGES_OVER: Mapping[str, tuple[Kind, ...]] = {
 HOLDING_UP: tuple[Kind, ...] = (*EXCHANGES, *EXCHANGES_OVER["node"], "sum_between")
 """Kinds of collectives that hold up computing: all that a unit issues that moves activations."""
 
+COPY = Collective("copy", "all", "host")
+"""Copies of shards on the host, each rank's of its own."""
+
 COLLECTIVES: Mapping[Kind, Collective] = {
+    "copy_in": COPY,
     "gather": Collective("all_gather", "all", "all"),
     "gather_in_node": Collective("all_gather", "node", "node"),
     "reduce": Collective("reduce_scatter", "all", "all"),

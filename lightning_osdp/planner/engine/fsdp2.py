@@ -9,6 +9,7 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from lightning_osdp.core.axes import Treatment, freed_and_kept
+from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES, Plan
 from lightning_osdp.core.profile import OptimizerProfile, Rerun
@@ -16,7 +17,7 @@ from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planner.engine.effects import Effects, effects_in, effects_of
-from lightning_osdp.planner.engine.events import EXCHANGES, Collective, Event
+from lightning_osdp.planner.engine.events import COPY, EXCHANGES, Collective, Event
 from lightning_osdp.planner.engine.layout import Layout, gathered_bytes, layout, sent_bytes
 from lightning_osdp.planner.engine.live_parts import LiveParts, Observer
 from lightning_osdp.planner.engine.schedule import MOST_SIMULATED, Host, turns_of
@@ -107,6 +108,13 @@ class FSDP2:
         """
         return (not self.asynchronous_unshard) + (self.forward_prefetch is True)
 
+    def copies_beside(self, cluster: Cluster) -> bool:
+        """Tells if shards on the host are copied beside computing: asynchronous all-gathers copy in its stream.
+
+        One rank sends nothing, and copies in a stream of its own in any case.
+        """
+        return cluster.host_copies_overlap and (cluster.world_size == 1 or not self.asynchronous_unshard)
+
     def may_wait(self, unit: UnitProfile) -> bool:
         """Tells if the unit may reduce its gradients in the last micro-batch only.
 
@@ -129,6 +137,7 @@ class FSDP2:
         shards: int | Sequence[int],
         *,
         on_host: Sequence[bool] = (),
+        shards_on_host: Sequence[bool] = (),
         pins: bool = False,
         rank: int | None = None,
     ) -> Layout:
@@ -139,20 +148,22 @@ class FSDP2:
             optimizer: its step.
             shards: the number of ranks that all units are sharded over, or that of each.
             on_host: of each unit, whether its states are on the host; none: nowhere.
-            pins: whether copies on the host are pinned.
+            shards_on_host: of each unit, whether its shard is there; none: nowhere.
+            pins: whether copies and shards on the host are pinned.
             rank: whose bytes; None: for state and temporaries together, those of the rank that has most.
         """
         each = (shards,) * len(units) if isinstance(shards, int) else tuple(shards)
-        hosted = tuple(on_host) or (False,) * len(units)
-        return layout(tuple(units), optimizer, each, rank or 0, hosted, pins=pins)
+        hosted, kept = (tuple(given) or (False,) * len(units) for given in (on_host, shards_on_host))
+        return layout(tuple(units), optimizer, each, rank or 0, hosted, shards_on_host=kept, pins=pins)
 
     def layout_in(self, step: Step, modes: Sequence[Treatment], *, rank: int | None = None) -> Layout:
-        """Bytes of a step's units in these modes; without any, over all ranks and with states on the device."""
+        """Bytes of a step's units in these modes; without any, over all ranks and with nothing on the host."""
         return self.layout(
             step.units,
             step.profile.optimizer,
             num_shards(step, modes),
             on_host=[effects_of(mode).updates_on_host for mode in modes],
+            shards_on_host=[effects_of(mode).shard_on_host for mode in modes],
             pins=step.cluster.host_copies_overlap,
             rank=rank,
         )
@@ -250,15 +261,16 @@ class FSDP2:
 def planned_collectives(unit: Unit, num_micro_batches: int) -> Iterator[tuple[Collective, int, float]]:
     """Collectives of a unit of a plan in an optimizer step, after the first: how many, and bytes of each whole tensor.
 
-    Exchanges of activations are left out, but not sums of gradients between nodes. A module that forward calls more
-    than once, and a unit inside of a block that is run again, are counted as any other; bytes are without paddings.
+    Exchanges of activations are left out, but not sums of gradients between nodes, and so are copies from the host. A
+    module that forward calls more than once, and a unit inside of a block that is run again, are counted as any other;
+    bytes are without paddings.
     """
     gradient_bytes = unit.parameter_bytes if unit.gradient_bytes is None else unit.gradient_bytes
     for mode in unit.treatments:
         effects = effects_of(mode if unit.name else freed_and_kept(mode)[1])  # the root is never freed
         counts = effects.collectives(unit, num_micro_batches=num_micro_batches)
         for collective, number in counts.items():
-            if collective.operation in EXCHANGES:
+            if collective.operation in EXCHANGES or collective is COPY:
                 continue
             whole_bytes = unit.parameter_bytes if collective.operation == "all_gather" else gradient_bytes
             yield collective, number, whole_bytes / unit.num_slices

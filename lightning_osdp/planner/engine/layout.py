@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -44,12 +44,16 @@ class UnitBytes:
 
     shard: float
     """Parameters at rest."""
+    host_shard: float
+    """Parameters at rest in memory of the host: all of them or none."""
     gathered: float
     """P: what lives from a gather to the unit's being freed."""
     parameters: tuple[ParameterBytes, ...]
     """Bytes of each parameter; of the whole unit where parameters are not profiled."""
     cast_shard: float
     """The shard in the dtype of computing, which lives while the unit is gathered under mixed precision."""
+    sent_shard: float
+    """Bytes of what an all-gather sends that are no shard: the shard is cast, or copied from the host."""
     gradients: float
     """Unsharded gradients as backward makes them, one by one."""
     flat_gradient: float
@@ -61,7 +65,7 @@ class UnitBytes:
     reduced: float
     """s: the shard of the reduced gradient, in the dtype at rest."""
     buffer: float = 0.0
-    """Output of an all-gather, from which the unsharded unit is copied; 0 on one rank."""
+    """Output of an all-gather, from which the unsharded unit is copied; on one rank a copy from the host, or none."""
     last_gradient: float = 0.0
     """Gradient that lives while the others are reduced."""
     last_whole_gradient: float = 0.0
@@ -86,7 +90,7 @@ class Layout:
     """Most bytes that the optimizer step allocates and frees."""
     host: float = 0.0
     """Memory of the host: states there, and copies of shards and of their gradients, which may be pinned; without
-    temporaries of updates."""
+    temporaries of updates. Shards there, which may be pinned, too."""
     host_states: float = 0.0
     """States there."""
 
@@ -104,6 +108,7 @@ def layout(
     rank: int,
     on_host: tuple[bool, ...],
     *,
+    shards_on_host: tuple[bool, ...],
     pins: bool,
 ) -> Layout:
     """Bytes of units on one rank; arguments as of `FSDP2.layout`."""
@@ -114,11 +119,17 @@ def layout(
     here, there = ([each for each, is_host in zip(own, on_host, strict=True) if is_host is of] for of in (False, True))
     state, temporaries = optimizer_bytes(here, optimizer)
     host_states, _ = optimizer_bytes(there, optimizer)
+    kept = [each for each, is_host in zip(own, shards_on_host, strict=True) if is_host]
     return Layout(
-        units=tuple(_unit_bytes(unit, number) for unit, number in zip(units, shards, strict=True)),
+        units=tuple(
+            _with_host_shard(unit, number) if is_host else _unit_bytes(unit, number)
+            for unit, number, is_host in zip(units, shards, shards_on_host, strict=True)
+        ),
         optimizer_state=state,
         optimizer_temporaries=temporaries,
-        host=host_states + sum(2 * _owned_bytes(*each, pins=pins) for each in there),
+        host=host_states
+        + sum(2 * _owned_bytes(*each, pins=pins) for each in there)
+        + sum(_shard_bytes(unit, number, pins=pins) for unit, number, _ in kept),
         host_states=host_states,
     )
 
@@ -206,6 +217,13 @@ def _owned_bytes(unit: UnitProfile, world_size: int, held_elements: Sequence[int
     return float(sum(map(pinned_bytes, sizes) if pins else sizes))
 
 
+def _shard_bytes(unit: UnitProfile, world_size: int, *, pins: bool) -> float:
+    """Bytes of a rank's shard with its paddings, or what its tensors take where they are pinned."""
+    sizes = [float(chunk_elements(each, world_size) * each.itemsize) for each in unit.parameters]
+    sizes = sizes if unit.parameters else [unit.parameter_bytes / world_size]
+    return float(sum(map(pinned_bytes, sizes) if pins else sizes))
+
+
 def pinned_bytes(num_bytes: float) -> int:
     """Host memory that a pinned tensor of so many bytes takes: the next power of two.
 
@@ -244,11 +262,14 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
         computed = whole = [operator.gradient_bytes for operator in unit.operators]
         parameters = (ParameterBytes(gathered, 0.0 if casts else shard),)
     is_sharded = world_size > 1
+    cast_shard = sum(casts) if is_sharded else max(casts, default=0.0)  # on one rank, one after the other
     return UnitBytes(
         shard=shard,
+        host_shard=0.0,
         gathered=gathered,
         parameters=parameters,
-        cast_shard=sum(casts) if is_sharded else max(casts, default=0.0),  # on one rank, one after the other
+        cast_shard=cast_shard,
+        sent_shard=cast_shard,
         gradients=float(unit.gradient_bytes),
         flat_gradient=sent,
         whole_gradient=float(sum(whole)),
@@ -259,6 +280,19 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
         last_whole_gradient=float(whole[-1]) if is_sharded and whole else 0.0,
         casting=float(_casting(computed, whole)),
     )
+
+
+@lru_cache(maxsize=_MOST_KNOWN)
+def _with_host_shard(unit: UnitProfile, world_size: int) -> UnitBytes:
+    """Bytes of a unit whose shard is on the host: for an all-gather, each parameter is copied, and cast where it is.
+
+    Copies live until all of them are sent, in the dtype of computing. One rank copies ahead, in the dtype at rest.
+    """
+    found = _unit_bytes(unit, world_size)
+    there = replace(found, shard=0.0, host_shard=found.shard)
+    if world_size == 1:
+        return replace(there, buffer=found.shard)
+    return replace(there, sent_shard=found.gathered / world_size)
 
 
 def _parameter_bytes(parameter: ParameterProfile, world_size: int) -> ParameterBytes:

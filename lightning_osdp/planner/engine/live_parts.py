@@ -22,6 +22,8 @@ On gloo q is 2 r, and the last term the sum of both.
   but for units that are sharded in the node, whose reduce-scatters are waited for.
 - Where forward leaves a shard in each node, it is cut from what was gathered, in the dtype of computing and with its
   paddings. It lives until backward has copied out what is gathered of it; under mixed precision it is copied for that.
+- A shard on the host is copied for an all-gather, and cast there if it is; the copy lives as a shard that is cast does.
+  On one rank it is copied where the unit would be gathered, and lives until the unit is copied out of it.
 - Where a unit is sharded in the node, each rank keeps what it has all-reduced between nodes until backward is over: of
   its own beside the reduced gradients where these have another dtype, or are added to those of earlier micro-batches.
   Where the last micro-batch alone all-reduces, what the others have scattered is left in its place, in the dtype of
@@ -32,7 +34,7 @@ On gloo q is 2 r, and the last term the sum of both.
 - Backward makes the gradient of the shard of a unit that moves activations, which needs no reduction. Under mixed
   precision the unit's shard is cast, and stays so for backward. The profile's segments have the bytes of its
   activations.
-- On one rank there are no buffers, but shards are copied all the same.
+- On one rank there are no other buffers, but shards are copied all the same.
 - Gradients that are not reduced are left as backward makes them, and added to in place; or cast to the dtype of
   reducing, where that is another, and those of the next micro-batch are added when a unit has all of them.
 - Where blocks offload, and copies go on beside computing, what two of them copy may be there besides at any time of
@@ -69,7 +71,7 @@ class Moment:
     parts: Mapping[str, float]
     """Parts of the bytes, by name."""
     gather_buffers: float = 0.0
-    """Bytes of gathered parameters that all-gathers fill in a stream of their own, where unsharding is synchronous."""
+    """Bytes of gathered parameters that are filled in a stream of their own: by synchronous all-gathers, or copies."""
 
     def less(self, part: str, num_bytes: float) -> Moment:
         """Returns the moment with so many bytes fewer of one part."""
@@ -202,8 +204,11 @@ class LiveParts:
         self.parts["copies in flight"] = 0.0
         self._observe("optimizer step", "", "workspace", self.layout.optimizer_temporaries)
 
+    def _copy_in(self, _: int) -> None:
+        """Copies the shard for the all-gather that follows, beside which the copy is counted."""
+
     def _gather(self, unit: int) -> None:
-        self._fill_buffer(unit, self.sizes[unit].cast_shard)
+        self._fill_buffer(unit, self.sizes[unit].sent_shard)
 
     def _gather_in_node(self, unit: int) -> None:
         self._fill_buffer(unit, self.sizes[unit].cast_shard * self.shards[unit] / self.node_size)
@@ -218,17 +223,17 @@ class LiveParts:
             self.retained.remove(unit)
             self._add("gathered parameters", -self.sizes[unit].gathered / self.node_size)
 
-    def _fill_buffer(self, unit: int, cast_shard: float) -> None:
-        """An all-gather of a unit, beside which its shard is cast."""
+    def _fill_buffer(self, unit: int, sent_shard: float) -> None:
+        """An all-gather of a unit, beside which its shard is cast, or copied from the host."""
         size = self.sizes[unit]
-        if self.is_bound and self.world_size == 1:
+        if self.is_bound and self.world_size == 1 and not size.buffer:
             # a prefetched unit has no buffer, which elsewhere is as large as what a mode would keep of it
-            self._copy_out(unit, size.cast_shard)
+            self._copy_out(unit, size.sent_shard)
             return
         self.pending.add(unit)
         self._add_buffer(size.buffer)
-        if cast_shard and self.world_size > 1:
-            self._observe_gather(unit, cast_shard)
+        if sent_shard and self.world_size > 1:
+            self._observe_gather(unit, sent_shard)
 
     def _exchange_inputs(self, unit: int) -> None:
         self._add("gathered parameters", self.sizes[unit].cast_shard)
@@ -261,7 +266,7 @@ class LiveParts:
             return
         self.pending.remove(unit)
         size = self.sizes[unit]
-        self._copy_out(unit, 0.0 if self.world_size > 1 else size.cast_shard)
+        self._copy_out(unit, 0.0 if self.world_size > 1 else size.sent_shard)
         self._add_buffer(-size.buffer)
         self._drop_retained(unit)
         if not self.is_in_backward:
@@ -273,7 +278,7 @@ class LiveParts:
         self._observe_gather(unit, beside + self.received)
 
     def _linger(self, unit: int) -> None:
-        if self.is_synchronous and unit == self.copied:
+        if self.is_synchronous and self.world_size > 1 and unit == self.copied:
             # units that are kept from an earlier micro-batch, or to be called again, leave an earlier buffer for longer
             buffer = self.sizes[unit].buffer
             self._leave(max(self.lingering, buffer) if self.is_bound else buffer)
@@ -430,7 +435,7 @@ class LiveParts:
         def moment() -> Moment:
             parts = {**self.parts, part: self.parts[part] + num_bytes}
             parts["workspace" if self.settled > 0 else "activations"] += self.settled
-            buffers = self.buffers if self.is_synchronous else 0.0
+            buffers = self.buffers if self.is_synchronous or self.world_size == 1 else 0.0
             return Moment(num_bytes=total, phase=phase, operator=operator, parts=parts, gather_buffers=buffers)
 
         self.observer(total, moment)

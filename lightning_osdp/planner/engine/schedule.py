@@ -24,6 +24,7 @@ With explicit lists of modules to prefetch, one for each unit:
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
 - A unit of which backward reads no weights is not gathered there, unless it is inside a block that is run again.
 - A frozen unit reduces nothing, and waits for no reduce-scatter before it.
+- A shard on the host is copied to the device right before each all-gather of it, in the stream of what that sends.
 - Resident units are gathered before the first step of all, and are there from then on. Lists pass over them: the unit
   that comes next of all others is gathered ahead.
 - A unit that moves activations is called once and never gathered, has no list, and lists pass over it. Before and after
@@ -351,6 +352,8 @@ class Host:
         if unit not in self.gathered:
             self.gathered.add(unit)
             effects = self.effects[unit]
+            if effects.shard_on_host and unit not in self.retained:
+                self.note("copy_in", unit)
             self.note(GATHER_OVER[effects.left_over if unit in self.retained else effects.sharded_over], unit)
 
     def need(self, unit: int) -> None:

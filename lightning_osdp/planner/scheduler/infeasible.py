@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import product
 
-from lightning_osdp.core.axes import AXES
+from lightning_osdp.core.axes import AXES, Treatment, on_device
 from lightning_osdp.core.batch_policy import largest_fitting
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
 from lightning_osdp.planner.assign import Modes, Setting
 from lightning_osdp.planner.cost import PeakMemory, Workload
-from lightning_osdp.planner.engine import effects_of
 from lightning_osdp.planner.scheduler.sweep import Sweep
 
 _WORTH_TELLING = 0.9
@@ -69,7 +71,8 @@ def why_host_lacks(sweep: Sweep, micro_batch_size: int, host_limit_bytes: int, n
     It states the least that was found.
     """
     setting, limit_bytes = sweep.smallest(micro_batch_size), sweep.competition.memory_limit_bytes
-    modes = _fewest_on_host(setting, limit_bytes) if "device" in sweep.competition.space.states else None
+    space = sweep.competition.space
+    modes = _fewest_on_host(setting, limit_bytes) if "device" in {*space.states} & {*space.shards} else None
     least_bytes = 0 if modes is None else setting.costs.host_bytes(modes)
     if host_limit_bytes < least_bytes < needed_bytes:
         needed_bytes = least_bytes
@@ -82,16 +85,16 @@ def why_host_lacks(sweep: Sweep, micro_batch_size: int, host_limit_bytes: int, n
 
 
 def _fewest_on_host(setting: Setting, memory_limit_bytes: int) -> Modes | None:
-    """Modes with the least memory, but with states on the host of as few units as fit, the largest first.
+    """Modes with the least memory, but with states and shards on the host of as few units as fit, the largest first.
 
     None where not even those of all units there do.
     """
     costs, least = setting.costs, setting.costs.least_memory_modes
-    hosted = sorted(costs.hosted, key=lambda unit: -setting.units[unit].trainable_bytes)
+    hosted = sorted(costs.hosted, key=lambda unit: -setting.units[unit].parameter_bytes)
 
     def of_first(number: int) -> Modes:
         left = {*hosted[number:]}
-        return tuple(mode.but(states="device") if unit in left else mode for unit, mode in enumerate(least))
+        return tuple(on_device(mode) if unit in left else mode for unit, mode in enumerate(least))
 
     def fits(number: int) -> bool:
         return costs.exact_peak_bytes(of_first(number)) <= memory_limit_bytes
@@ -132,35 +135,56 @@ def _saving_less(setting: Setting, peak: PeakMemory, sweep: Sweep) -> str:
 
 
 def _on_host(setting: Setting, peak: PeakMemory, memory_limit_bytes: int, host_limit_bytes: int | None) -> str:
-    """Sentence on what states on the host would do; empty where they may be there, or would hardly matter."""
-    if setting.is_paper or any(effects_of(mode).updates_on_host for mode in setting.modes):
+    """Sentence on what more on the host would do; empty where all may be there, or it would hardly matter."""
+    offered = {axis for mode in setting.modes for axis in _PLACES if mode[axis] == "host"}
+    missing = [axis for axis in _PLACES if axis not in offered]
+    if setting.is_paper or not missing:
         return ""
-    optimizer, told = setting.profile.optimizer, " SearchSpace(states=('device', 'host'))"
+    optimizer, profile = setting.profile.optimizer, setting.profile
     is_timed = optimizer.host_s_per_element is not None
-    profile = setting.profile
     if not is_timed:
         profile = dataclasses.replace(profile, optimizer=dataclasses.replace(optimizer, host_s_per_element=0.0))
-    modes = tuple(mode.but(states=place) for mode in setting.modes for place in AXES["states"].values)
-    offering = dataclasses.replace(setting, profile=profile, modes=modes)
+    ways = [dict(zip(missing, each, strict=True)) for each in product(*(AXES[axis].values for axis in missing))]
+    offering = dataclasses.replace(
+        setting, profile=profile, modes=tuple(mode.but(**way) for mode in setting.modes for way in ways)
+    )
     costs = offering.costs
     fewest = _fewest_on_host(offering, memory_limit_bytes)
     if fewest is None:
-        needed_bytes = costs.exact_peak_bytes(costs.least_memory_modes)
+        least = costs.least_memory_modes
+        needed_bytes = costs.exact_peak_bytes(least)
         if needed_bytes > _WORTH_TELLING * peak.peak_bytes:
             return ""
-        return f" With optimizer states on the host {format_bytes(needed_bytes)} are needed:{told}."
-    number, needed_bytes = sum(effects_of(mode).updates_on_host for mode in fewest), costs.host_bytes(fewest)
-    if not number:  # it fits though no search has found it
+        there = " and ".join(_PLACES[axis][0] for axis in _counts_on_host(least))
+        return f" With {there} on the host {format_bytes(needed_bytes)} are needed:{_told(missing, least)}."
+    numbers, of_all, needed_bytes = *map(_counts_on_host, (fewest, costs.hosted.values())), costs.host_bytes(fewest)
+    if not numbers:  # it fits though no search has found it
         return ""
-    which = f"the states of {number} of {len(costs.hosted)} units on the host"
+    which = " and ".join(f"the {_PLACES[axis][1]} of {numbers[axis]} of {of_all[axis]} units" for axis in numbers)
+    which += " on the host"
     if host_limit_bytes is not None and needed_bytes > host_limit_bytes:
         return (
             f" With {which} it would fit, for which a rank needs {format_bytes(needed_bytes)} of the host's memory, and"
             f" may take {format_bytes(host_limit_bytes)}."
         )
-    on_device = tuple(mode.but(states="device") for mode in fewest)
-    slower = f", {costs.step_time_s(fewest) / costs.step_time_s(on_device):.2f}x slower" if is_timed else ""
-    return f" It fits with {which}{slower}:{told}."
+    slower = costs.step_time_s(fewest) / costs.step_time_s(tuple(map(on_device, fewest)))
+    told = f", {slower:.2f}x slower" if is_timed or "states" not in numbers else ""
+    return f" It fits with {which}{told}:{_told(missing, fewest)}."
+
+
+_PLACES = {"states": ("optimizer states", "states"), "shard": ("frozen shards", "shards")}
+"""Axis of what may be on the host -> its name, and the field of `SearchSpace`."""
+
+
+def _counts_on_host(modes: Iterable[Treatment]) -> Counter[str]:
+    """Number of units with these modes of which something is on the host, by axis; without axes of no unit."""
+    return Counter(axis for axis, mode in product(_PLACES, modes) if mode[axis] == "host")
+
+
+def _told(missing: Sequence[str], modes: Modes) -> str:
+    """Search space that offers what is not offered yet and is on the host in these modes."""
+    used = [axis for axis in missing if _counts_on_host(modes)[axis]]
+    return f" SearchSpace({', '.join(f'{_PLACES[axis][1]}={AXES[axis].values[::-1]}' for axis in used)})"
 
 
 def _more_ranks(setting: Setting, memory_limit_bytes: int) -> str:

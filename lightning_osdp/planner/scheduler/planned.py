@@ -55,8 +55,9 @@ def plan_of(
     ]
     samples_per_s = setting.workload.num_samples * setting.cluster.world_size / time_s if time_s > 0 else 0.0
     is_searched = most_samples_per_s is not None and samples_per_s > 0
-    on_host, host_bytes = _updated_on_host(setting, assignment.modes), setting.costs.host_bytes(assignment.modes)
-    notes = (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, space), on_host)
+    host_bytes = setting.costs.host_bytes(assignment.modes)
+    on_host = (_updated_on_host(setting, assignment.modes), _kept_on_host(setting, assignment.modes))
+    notes = (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, space), *on_host)
     plan = Plan(
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
@@ -227,6 +228,22 @@ def _updated_on_host(setting: Setting, modes: Modes) -> str:
     return (
         f"the host updates {len(hosted)} of {sum(unit.gradient_bytes > 0 for unit in setting.units)} units:"
         f" {format_bytes(round(states[0] - states[1]))} of states per rank are in its memory, and a step takes"
+        f" {format_seconds(max(0.0, own_s - device_s))} more"
+    )
+
+
+def _kept_on_host(setting: Setting, modes: Modes) -> str:
+    """Note on units whose shards are on the host; empty where there are none."""
+    kept = [unit for unit, mode in enumerate(modes) if effects_of(mode).shard_on_host]
+    if not kept:
+        return ""
+    sizes = setting.bytes_engine.layout_in(setting, modes).units
+    device = tuple(mode.but(shard="device") for mode in modes)
+    own_s, device_s = map(setting.costs.step_time_s, (modes, device))
+    frozen = sum(unit.parameter_bytes > 0 and not unit.gradient_bytes for unit in setting.units)
+    return (
+        f"shards of {len(kept)} of {frozen} frozen units, {format_bytes(round(sum(each.host_shard for each in sizes)))}"
+        " per rank, are in memory of the host, from where they are copied for each all-gather: a step takes"
         f" {format_seconds(max(0.0, own_s - device_s))} more"
     )
 

@@ -85,10 +85,10 @@ def make_plan(
     """The plan with the best predicted samples/s under the limits of memory.
 
     Where the fastest plan takes more memory of the host than there may be, the search begins anew, and places states
-    there, and what blocks copy, as far as there is room. The bound is then of plans with all the memory of the host
-    that they like, where each byte takes the seconds that it is worth: under a limit of B bytes no step takes less than
-    theirs, less the seconds of B bytes (Lagrange). Updates on the host are priced as if they waited for backward;
-    `simulate` tells what backward hides of them.
+    and shards there, and what blocks copy, as far as there is room. The bound is then of plans with all the memory of
+    the host that they like, where each byte takes the seconds that it is worth: under a limit of B bytes no step takes
+    less than theirs, less the seconds of B bytes (Lagrange). Updates on the host are priced as if they waited for
+    backward; `simulate` tells what backward hides of them.
 
     Where no modes are named, operators by themselves may move activations, too, if that is predicted to
     save a fifth of the seconds for a sample, and 0.1 s of a step.
@@ -97,8 +97,8 @@ def make_plan(
         profile: the model, see `profile_model`.
         cluster: ranks and links, see `measure_cluster`.
         memory_limit_bytes: most bytes of live tensors on one rank, in every phase of a step.
-        host_limit_bytes: most memory of the host that a rank takes for states and for what blocks offload; None: what
-            is free there by ``cluster``.
+        host_limit_bytes: most memory of the host that a rank takes for states, shards and what blocks offload; None:
+            what is free there by ``cluster``.
         micro_batch_size: samples per rank and micro-batch, of which an optimizer step has one; else a `BatchPolicy`
             says how many it has, or what may be chosen.
         search_space: what may be chosen; None: everything.
@@ -222,7 +222,7 @@ def _searched(
         units=partition(profile, min_unit_bytes=space.min_unit_bytes),
         cluster=cluster,
         workload=policy.workload(smallest),
-        modes=modes_of(space.offered_modes, space.sync, space.states),
+        modes=modes_of(space.offered_modes, space.sync, space.states, space.shards),
         engine=engine,
         cost_model=method.cost_model,
     )
@@ -239,7 +239,8 @@ def _searched(
                     given, engine=each, least_ahead=engine.without_prefetch(each), host_room_bytes=host_room_bytes
                 )
                 for each in engine.alternatives(
-                    overlaps=first.overlaps and "gather" not in cluster.waits_for, has_streams=cluster.has_streams
+                    overlaps=first.overlaps and "gather" not in cluster.waits_for,
+                    has_streams=cluster.has_streams and cluster.world_size > 1,  # one rank sends nothing
                 )
             ],
             Competition(memory_limit_bytes=memory_limit_bytes, search=method.search, space=space),
@@ -255,7 +256,7 @@ def _searched(
     if host_limit_bytes is None or needed_bytes <= host_limit_bytes:
         return _plan(best, sweep, most_samples_per_s, host_limit_bytes)
     within = sweep_in(host_limit_bytes)
-    found = within.best() if "device" in space.states else None
+    found = within.best() if "device" in {*space.states} & {*space.shards} else None
     if found is None or found.host_bytes > host_limit_bytes:
         raise InfeasibleError(why_host_lacks(sweep, smallest, host_limit_bytes, needed_bytes))
     lost_s = found.assignment.step_time_s * (1 - found.samples_per_s / best.samples_per_s)
@@ -326,7 +327,7 @@ def planned_setting(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tupl
         units=step.units,
         cluster=cluster,
         workload=step.workload,
-        modes=modes_of(plan.offered.offered_modes, plan.offered.sync, plan.offered.states),
+        modes=modes_of(plan.offered.offered_modes, plan.offered.sync, plan.offered.states, plan.offered.shards),
         engine=engine_of(plan),
         cost_model=plan.cost_model,
         decided=Decided(

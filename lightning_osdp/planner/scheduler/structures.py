@@ -318,7 +318,8 @@ def _apart(attempt: Attempt, setting: Setting) -> list[Setting]:
 
 
 def _may_be_apart(attempt: Attempt, setting: Setting) -> bool:
-    return attempt.space.min_unit_bytes is None and not setting.is_paper and setting.cluster.world_size > 1
+    is_of_use = setting.cluster.world_size > 1 or any(effects_of(mode).shard_on_host for mode in setting.modes)
+    return attempt.space.min_unit_bytes is None and not setting.is_paper and is_of_use
 
 
 def _all_alike(attempt: Attempt, setting: Setting) -> list[dict[str, str]]:

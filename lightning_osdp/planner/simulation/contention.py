@@ -16,9 +16,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
 
+from typing_extensions import override
+
 from lightning_osdp.core.cluster import Contention
 from lightning_osdp.planner.engine import COLLECTIVES, HOLDING_UP, Event
 from lightning_osdp.planner.simulation.timeline import COMMUNICATION, Durations, Timeline
+
+_BEHIND = {"all_reduce": "node", "all_gather": "host"}
+"""Operation -> the link whose collectives issued before it are done before it begins."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +50,8 @@ class ContendedTimeline(Timeline):
         contention: Contention,
         *,
         asynchronous_unshard: bool,
+        copies_beside: bool = False,
+        is_alone: bool = False,
         waits_for: Collection[str] = (),
         keeps_intervals: bool = False,
     ) -> None:
@@ -52,6 +59,8 @@ class ContendedTimeline(Timeline):
             durations,
             overlaps=True,
             asynchronous_unshard=asynchronous_unshard,
+            copies_beside=copies_beside,
+            is_alone=is_alone,
             waits_for={*waits_for, *HOLDING_UP},
             keeps_intervals=keeps_intervals,
         )
@@ -78,8 +87,10 @@ class ContendedTimeline(Timeline):
         kind, of = event
         operation, _, link = COLLECTIVES[kind]
         queue = self._queues[link]
-        # an all-reduce between nodes is of what the reduce-scatter issued before it has summed inside of them
-        after = self._queues["node"][-1] if operation == "all_reduce" and self._queues["node"] else None
+        # an all-reduce between nodes is of what the reduce-scatter issued before it has summed inside of them; what an
+        # all-gather sends is behind what comes from the host
+        before = self._queues.get(_BEHIND.get(operation, ""))
+        after = before[-1] if before else None
         issued = _Collective(event, micro_batch, self.durations.collectives_s[kind][of], after)
         if operation == "all_gather":
             self._gathers[of] = issued
@@ -97,6 +108,12 @@ class ContendedTimeline(Timeline):
             return math.inf
         self._wait_for(issued)
         return self.compute_s
+
+    @override
+    def _copy_in(self, event: Event, micro_batch: int) -> None:
+        super()._copy_in(event, micro_batch)
+        if self._copied_in_s == math.inf:  # then the gather is behind it
+            self._copied_in_s = 0.0
 
     def _catch_up(self, issued: _Collective) -> None:
         """Takes a collective that could begin before computing came to where it is as far as that.

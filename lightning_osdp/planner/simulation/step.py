@@ -41,7 +41,7 @@ class StepEstimate:
     compute_s: float
     """Forward, backward and the optimizer step of all micro-batches, and what it waits for updates on the host."""
     communication_s: float
-    """Collectives, hidden behind computing or not."""
+    """Collectives, and copies of shards from the host, hidden behind computing or not."""
     overhead_s: float
     """Seconds that the runtime takes for its units."""
     contention_s: float = 0.0
@@ -168,15 +168,18 @@ def timeline_of(durations: Durations, cluster: Cluster, engine: FSDP2, *, keeps_
     """Timeline without events, in which computing and collectives slow each other down as on this cluster."""
     # without streams the host waits for an all-gather that is not asynchronous
     begins_by_itself = not engine.asynchronous_unshard and cluster.has_streams
+    copies_beside, is_alone = engine.copies_beside(cluster), cluster.world_size == 1
     waits_for = {*cluster.waits_for, *(() if engine.asynchronous_unshard or cluster.has_streams else GATHERS)}
     settings: dict[str, Any] = {
         "asynchronous_unshard": not begins_by_itself,
+        "copies_beside": copies_beside,
+        "is_alone": is_alone,
         "waits_for": waits_for,
         "keeps_intervals": keeps_intervals,
     }
     if cluster.overlaps and cluster.contention != Contention():
         return ContendedTimeline(durations, cluster.contention, **settings)
-    return Timeline(durations, overlaps=cluster.overlaps, **settings)
+    return Timeline(durations, overlaps=cluster.overlaps or (is_alone and copies_beside), **settings)
 
 
 def durations_of(step: Step, engine: FSDP2) -> Durations:

@@ -5,9 +5,10 @@ between nodes goes over the links of the first, one after the other with what al
 of the device. A backend that blocks (gloo) has one resource for everything: time is the sum. Where communication
 overlaps computing, a gather begins as soon as the communicator is free and
 
-- what it sends may be copied: an asynchronous gather copies in the stream that computes, and so waits for all computing
-  that was issued before it; a synchronous one copies in a stream of its own, which waits until units before it are
-  copied out, in forward all but the latest one;
+- what it sends may be copied, or comes from the host: an asynchronous gather copies in the stream that computes, and so
+  waits for all computing that was issued before it; a synchronous one copies in a stream of its own, which waits until
+  units before it are copied out, in forward all but the latest one. On the link to the host there is one copy at a
+  time;
 - computing waits for the gathers that it needs (AWAIT), and for exchanges of activations, which are of what was
   computed before, with the sums of gradients between nodes that come after them;
 - a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them;
@@ -72,9 +73,12 @@ class Timeline:
         *,
         overlaps: bool,
         asynchronous_unshard: bool,
+        copies_beside: bool = False,
+        is_alone: bool = False,
         waits_for: Collection[str] = (),
         keeps_intervals: bool = False,
     ) -> None:
+        self.copies_beside, self.is_alone = copies_beside, is_alone
         self.durations, self.overlaps, self.asynchronous_unshard = durations, overlaps, asynchronous_unshard
         self.waits_for = waits_for
         self.compute_s = 0.0
@@ -96,6 +100,7 @@ class Timeline:
         self._ready_s: dict[int, float] = {}
         self._due_s: dict[int, float] = {}  # overhead that is still to be charged
         self._copied_s = self._copied_before_s = 0.0  # when the latest unit was copied out, and the one before it
+        self._copied_in_s = 0.0  # when the latest shard has come from the host, in the stream of what gathers send
         self._scattered_s = 0.0  # when the latest reduce-scatter is over
         self._pending: set[int] = set()  # units that are not copied out yet
         self._is_in_backward = False
@@ -107,7 +112,12 @@ class Timeline:
             "stay": self._stay,
             "accumulate": self._accumulate,
         }
-        of_operation = {"all_gather": self._gather, "reduce_scatter": self._reduce, "all_reduce": self._all_reduce}
+        of_operation = {
+            "copy": self._copy_in,
+            "all_gather": self._gather,
+            "reduce_scatter": self._reduce,
+            "all_reduce": self._all_reduce,
+        }
         self._readers |= {
             kind: self._exchange if kind in HOLDING_UP else of_operation[each.operation]
             for kind, each in COLLECTIVES.items()
@@ -130,10 +140,18 @@ class Timeline:
             self._readers[event[0]](event, 0)
         self.end_backward()
 
+    def _copy_in(self, event: Event, micro_batch: int) -> None:
+        if self.copies_beside:
+            # one rank has room for no copy before it is through with the latest one
+            may_start_s = self._copied_s if self.is_alone else self._may_gather_s()
+            self._copied_in_s = self._communicate(event, micro_batch, may_start_s)
+        else:
+            self._compute(event, micro_batch, self.durations.collectives_s[event[0]][event[1]])
+
     def _gather(self, event: Event, micro_batch: int) -> None:
         of = event[1]
         self._pending.add(of)
-        self._ready_s[of] = self._communicate(event, micro_batch, self._may_gather_s())
+        self._ready_s[of] = self._communicate(event, micro_batch, max(self._may_gather_s(), self._copied_in_s))
         self._due_s[of] = self._due_s.get(of, 0.0) + self.durations.overhead_s["gather"][of]
 
     def _await(self, event: Event, _: int) -> None:

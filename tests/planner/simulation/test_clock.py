@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.axes import DP, HDP, NAMED_MODES, ZDP, Subject, modes_of
+from lightning_osdp.core.axes import DP, HDP, NAMED_MODES, SHARD_CHOICES, ZDP, Subject, modes_of
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, Links, UnitOverhead
 from lightning_osdp.core.profile import OptimizerProfile, Segment
 from lightning_osdp.core.units import partition
@@ -19,6 +19,7 @@ from tests.support.engines import ENGINES
 from tests.support.tiers import examples
 
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 3.0])
+MODES = modes_of([*NAMED_MODES], shards=SHARD_CHOICES)
 LINKS = st.builds(Link, latency_s=st.sampled_from([0.0, 0.2]), seconds_per_byte=st.sampled_from([0.0, 0.01]))
 
 
@@ -66,9 +67,10 @@ def surroundings(draw, **fixed):
         "unit_overhead": draw(st.fixed_dictionaries(dict.fromkeys(UNIT_PARTS, overhead)) | st.just({})),
         "reduce_scatter_copies": draw(st.booleans()),
         "overlaps": draw(st.booleans()),
+        "host_copy_s_per_byte": draw(st.sampled_from([0.0, 0.005])),
     }
     return {
-        "modes": modes_of([*NAMED_MODES]),
+        "modes": MODES,
         "cluster": Cluster(**cluster | fixed),
         "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.integers(1, 5))),
         "engine": draw(ENGINES),
@@ -91,7 +93,7 @@ def again(profile, turns):
     return dataclasses.replace(profile, segments=(*segments, profile.loss), spans=spans)
 
 
-CHOICES = st.lists(st.sampled_from(modes_of([*NAMED_MODES])), min_size=9, max_size=9)
+CHOICES = st.lists(st.sampled_from(MODES), min_size=9, max_size=9)
 
 
 def chosen(found, choices):
@@ -101,7 +103,8 @@ def chosen(found, choices):
     for unit, choice in zip(found.units, choices, strict=False):
         mode = choice if waits and found.engine.may_wait(unit) else choice.but(sync="every")
         has_nodes, is_reached = found.cluster.has_nodes, unit.last >= unit.trained_from
-        may = {"may_stay": not unit.gradient_bytes, "may_exchange": unit.exchange is not None}
+        may = dict.fromkeys(("may_leave", "may_stay"), not unit.gradient_bytes)
+        may["may_exchange"] = unit.exchange is not None
         mode = mode.within(Subject(has_nodes=has_nodes, is_reached=is_reached, **may))
         if unit.is_root:
             mode = HDP if found.cluster.has_nodes and mode["home"] == "node" else DP
@@ -145,8 +148,8 @@ def test_the_clock_shows_the_time_of_the_simulated_step(model, operator, tree, a
     if found.cluster.overlaps:
         assert estimate.time_s <= found.costs.additive.time_s(modes) * (1 + 1e-12)
         assert estimate.time_s >= estimate.compute_s * (1 - 1e-12)
-        # inside of nodes there is another communicator
-        has_one = not any(mode.needs_nodes for mode in modes)
+        # inside of nodes there is another communicator, and the link to the host is one, too
+        has_one = not any(mode.needs_nodes or effects_of(mode).shard_on_host for mode in modes)
         assert not has_one or estimate.time_s >= estimate.communication_s * (1 - 1e-12)
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from lightning_osdp.core.axes import DP, Treatment
+from lightning_osdp.core.axes import DP, Treatment, on_device
 from lightning_osdp.core.text.names import upwards
 from lightning_osdp.core.units import UnitProfile, merged
 from lightning_osdp.planner.assign.additive import NO_GAIN, Modes
@@ -138,11 +138,17 @@ def in_other_units(
         return None
     by_name = {unit.name: mode for unit, mode in zip(setting.units, modes, strict=True)} | dict(changed)
     (other,) = found
-    subjects = (subject_of(unit, other, other.engine) for unit in other.units)
-    return other, tuple(
-        (DP.but(states=by_name[""]["states"]) if unit.is_root else by_name[unit.name]).within(subject)
-        for unit, subject in zip(other.units, subjects, strict=True)
-    )
+    found_modes = []
+    for unit, options in zip(other.units, other.costs.options, strict=True):
+        subject = subject_of(unit, other, other.engine)
+        if unit.is_root:
+            found_modes.append(DP.but(**by_name[""].only("states", "shard")).within(subject))
+            continue
+        mode = by_name[unit.name].within(subject)
+        # what is frozen may come to be in one unit with what is trained, whose place may be the host alone
+        places = (each for each in (mode, *options) if on_device(each) == on_device(mode))
+        found_modes.append(next((each for each in places if each in options), mode))
+    return other, tuple(found_modes)
 
 
 def _modules(setting: Setting) -> dict[str, None]:

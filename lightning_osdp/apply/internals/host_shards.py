@@ -1,0 +1,117 @@
+"""Shards in memory of the host, of which each all-gather takes a copy on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from typing_extensions import override
+
+from lightning_osdp.apply.internals import access
+
+_AHEAD = "lightning_osdp_copied_ahead"
+"""Attribute of parameters: a copy of their shard for the next all-gather."""
+_COPIED = "lightning_osdp_copied"
+"""Attribute of parameters: the event that marks the end of the latest copy of their shard, on CUDA."""
+
+
+def policy(device: torch.device) -> CPUOffloadPolicy:
+    """Policy with which ``fully_shard`` puts shards of a unit on the host, in pinned memory where that is of use."""
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
+
+def keep(module: nn.Module) -> None:
+    """Has all-gathers of a unit take copies of its shard, which ``fully_shard`` has put on the host.
+
+    One rank gathers nothing. There the shard is copied where an all-gather would begin, in the stream of what
+    all-gathers send, and so beside what is computed until the unit is needed.
+
+    On CPU, memory of the host is that of the device: shards are copied all the same, and callers see to it that nobody
+    counts them as the device's. [Unvalidated on CUDA: run on CPU alone.]
+    """
+    group = access.group_of(module)
+    if group is None:
+        return
+    access.require(access.ON_HOST, groups=[group])
+    for parameter in group.fsdp_params:
+        kind: Any = type(parameter)
+        parameter.__class__ = _kind(kind)
+    if group.mesh_info.shard_mesh_size == 1:
+        group.unshard = partial(_unshard, group, group.unshard)
+
+
+def _unshard(group: Any, unshard: Callable[..., None], async_op: bool = False) -> None:
+    was_begun = group._all_gather_result is not None
+    unshard(async_op)
+    if group._all_gather_result is None or was_begun:
+        return
+    with group.device_handle.stream(group.comm_ctx.all_gather_copy_in_stream):
+        for parameter in group.fsdp_params:
+            parameter.copy_ahead()
+
+
+def kept(groups: Sequence[Any]) -> list[Any]:
+    """Parameters, as ``fully_shard`` has them, whose shards are on the host."""
+    return [each for group in groups for each in group.fsdp_params if is_kept(each)]
+
+
+def is_kept(parameter: Any) -> bool:
+    """True if the shard of an ``FSDPParam`` is on the host."""
+    return isinstance(parameter, _OnHost)
+
+
+def wait_for_copies(parameters: Iterable[Any]) -> None:
+    """Returns when shards are copied as far as all-gathers were issued, so that anybody may write to them."""
+    for parameter in parameters:
+        event = vars(parameter).pop(_COPIED, None)
+        if event is not None:
+            event.synchronize()
+
+
+def forget_copies(group: Any) -> None:
+    """Drops copies that were made ahead for an all-gather that nobody waits for."""
+    for parameter in group.fsdp_params:
+        vars(parameter).pop(_AHEAD, None)
+
+
+class _OnHost(FSDPParam):
+    """Parameter whose shard is on the host."""
+
+    @property
+    def _is_plain(self) -> bool:
+        return not hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
+
+    def copy_ahead(self) -> None:
+        """Copies the shard for the all-gather that comes next, which takes its own copy if tensors have their way."""
+        if self._is_plain:
+            vars(self)[_AHEAD] = self._copy()
+
+    def _copy(self) -> Tensor:
+        copied = self._sharded_param_data.to(self.device, non_blocking=True, copy=True)
+        if self.device.type == "cuda":
+            vars(self)[_COPIED] = torch.cuda.current_stream(self.device).record_event()
+        return copied
+
+    @property
+    @override
+    def all_gather_inputs(self) -> list[Tensor]:
+        if self.sharded_state != ShardedState.SHARDED or not self._is_plain:
+            inputs: list[Tensor] = super().all_gather_inputs
+            return inputs
+        copied = vars(self).pop(_AHEAD, None)
+        if copied is None:
+            copied = self._copy()
+        elif (event := vars(self).get(_COPIED)) is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+        return [copied if self.param_dtype is None else copied.to(dtype=self.param_dtype)]
+
+
+@lru_cache
+def _kind(kind: type[FSDPParam]) -> type[FSDPParam]:
+    """Class of parameters of this class whose shards are on the host."""
+    return type(_OnHost.__name__, (_OnHost, kind), {})
