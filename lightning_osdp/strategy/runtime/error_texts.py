@@ -25,6 +25,8 @@ _LINE = "_osdp_line"
 """Attribute of an error for the line that is printed in place of a traceback."""
 
 _EXPLAINED = {
+    # before words that torch may add of the operation
+    **{words: f"OSDP: {advice}" for words, advice in ONE_MESH.items()},
     "its data is not allocated yet": (
         "OSDP: parameters, gradients and their norms are DTensors, of which torch.tensor() cannot"
         " make a list of values, as Lightning's grad_norm does. Take each value itself, on all ranks:"
@@ -44,7 +46,6 @@ _EXPLAINED = {
         " whatever training_step reads gathered; to look at whole weights elsewhere: `with trainer.strategy.gathered():"
         " ...`.",
     ),
-    **{words: f"OSDP: {advice}" for words, advice in ONE_MESH.items()},
     "Checkpointing is not compatible with .grad()": (
         "OSDP: torch.autograd.grad cannot go through a block of the plan that recomputes and offloads. Leave those"
         ' out: OSDPStrategy(search_space=SearchSpace(activations=("keep", "recompute"))).'
