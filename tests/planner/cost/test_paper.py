@@ -78,4 +78,4 @@ def test_half_precision_keeps_no_less_than_it_shards(model, operator):
 
 
 def test_seconds_are_those_of_equation_two_alone():
-    assert set(TERMS) - set(PAPER_TERMS) == {"overhead", "activations"}
+    assert set(TERMS) - set(PAPER_TERMS) == {"copies", "overhead", "activations"}
