@@ -35,10 +35,19 @@ class StoredShards:
         weights: stored values of the model by name, as tensors on meta, which may be renamed or left out before
             `load_model`; a value that is no tensor is an empty one.
         num_optimizers: number of optimizers that are stored.
+
+    Raises:
+        ConfigurationError: what the folder says of itself cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._metadata = path, FileSystemReader(path).read_metadata()
+        try:
+            self._path, self._metadata = path, FileSystemReader(path).read_metadata()
+        except Exception as error:  # damaged files raise errors of many types
+            raise ConfigurationError(
+                f"Expected a checkpoint at {str(path)!r}, but its .metadata cannot be read: {type(error).__name__}:"
+                f" {error}. Use another one."
+            ) from error
         self.weights: dict[str, Tensor] = {}
         places = self._metadata.planner_data
         for key, entry in self._metadata.state_dict_metadata.items():
