@@ -1,12 +1,16 @@
-"""Steps to be judged, by ranks whose links take no time or in nodes, and assignments beside all that there are."""
+"""Steps to be judged, by ranks whose links take no time or in nodes, and assignments and plans beside all there are."""
 
 import itertools
 import math
 
+import pytest
+
 from lightning_osdp.core.cluster import Cluster, Link, Links
 from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import partition
+from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planner.assign import assign_modes, fill_spare
+from lightning_osdp.planner.scheduler import make_plan
 
 FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
 SLOW, FAST = (Link(latency_s=0.0, seconds_per_byte=s_per_byte) for s_per_byte in (1e-3, 1e-6))
@@ -56,3 +60,32 @@ def filled_beside_all(found, assignments, limit_bytes, *, times_best=math.inf, *
     assert best_s * (1 - 1e-9) <= filled.step_time_s <= times_best * best_s
     assert assigned.bound_s <= assigned.step_time_s * (1 + 1e-9)
     return filled
+
+
+def plans_within_limits(found, space, shares, rooms):
+    """Plans below both limits, each with the seconds of the fastest assignment that keeps these.
+
+    Limits of the device are the least peak of all assignments and shares of what the largest one has beyond it; rooms
+    are limits of the host's bytes, the largest of which has room for everything.
+    """
+    costs = found.costs
+    assignments = [
+        (*numbers, costs.host_bytes(modes))
+        for numbers, modes in zip(numbers_of_all(costs, costs.options), itertools.product(*costs.options), strict=True)
+    ]
+    least, most = (of(peak for _, peak, _ in assignments) for of in (min, max))
+    for share, room_bytes in itertools.product(shares, rooms):
+        limit_bytes = int(least + share * (most - least))
+        fitting = [time_s for time_s, peak, host in assignments if peak <= limit_bytes and host <= room_bytes]
+        limits = {"memory_limit_bytes": limit_bytes, "host_limit_bytes": room_bytes}
+        options = {"micro_batch_size": 1, "search_space": space, "engine": found.engine}
+        if not fitting:
+            with pytest.raises(InfeasibleError, match="are lacking" if room_bytes < max(rooms) else "No plan fits"):
+                make_plan(found.profile, found.cluster, **limits, **options)
+            continue
+        plan = make_plan(found.profile, found.cluster, **limits, **options)
+        assert plan.peak_bytes <= limit_bytes
+        assert plan.host_bytes <= room_bytes
+        assert min(fitting) * (1 - 1e-9) <= plan.step_time_s <= 1.05 * min(fitting)
+        assert plan.samples_per_s * (1 + plan.gap) >= 2 / min(fitting) * (1 - 1e-9)
+        yield plan, min(fitting)

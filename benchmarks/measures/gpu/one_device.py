@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.families import Batch, Family, build
-from benchmarks.measures.gpu.finding import Check, Finding, peak_of
+from benchmarks.measures.gpu.finding import Check, Finding, Peak, peak_of
 from benchmarks.measures.gpu.models import NAMES, batch_on, made, num_samples_on, unit_names
 from benchmarks.measures.gpu.plans import ON_DEVICE, as_profiled, mixed_plan
 from benchmarks.rank_faults import Case, make_plan, outcome
@@ -256,14 +256,7 @@ def host_updates(device: torch.device) -> Iterator[Finding]:
         with fake_group(1), peak_of(device) as peak:
             step = Step(made("gpt"), plan, device=device)
             step.sharded.begin_fit(updates_ahead=is_ahead)
-            for _ in range(2):
-                step()
-            peak.restart()
-            synchronize(device)
-            start = time.perf_counter()
-            step()
-            synchronize(device)
-            step_s = time.perf_counter() - start
+            step_s = _third_s(step, peak, device)
             weights = [local(shard).detach().cpu() for shard in step.sharded.shards]
         found[place, is_ahead] = weights, peak.num_bytes, step_s
     others, device_bytes, device_s = found["device", False]
@@ -293,14 +286,7 @@ def host_shards(device: torch.device) -> Iterator[Finding]:
         with fake_group(1), peak_of(device) as peak:
             step = Step(build(name), replace(plan, units=tuple(units)), device=device)
             peak.leave_out(tensors_in([*step.sharded.host.tensors(())]))
-            for _ in range(2):
-                step()
-            peak.restart()
-            synchronize(device)
-            start = time.perf_counter()
-            step()
-            synchronize(device)
-            step_s = time.perf_counter() - start
+            step_s = _third_s(step, peak, device)
             shards = [(local(shard).detach().cpu(), shard.requires_grad) for shard in step.sharded.shards]
         found[place] = shards, peak.num_bytes, step_s
     (others, device_bytes, device_s), (ours, own_bytes, own_s) = found.values()
@@ -314,6 +300,18 @@ def host_shards(device: torch.device) -> Iterator[Finding]:
         "more_ms": (own_s - device_s) * 1e3,
     }
     yield Finding("shards on the host", apart <= 1e-5 and device_bytes - own_bytes >= 0.8 * frozen_bytes, numbers)
+
+
+def _third_s(step: Step, peak: Peak, device: torch.device) -> float:
+    """Seconds of the third step, which alone the peak is of."""
+    for _ in range(2):
+        step()
+    peak.restart()
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 _Made: TypeAlias = Callable[[], Family]

@@ -1,7 +1,6 @@
 """Shards of frozen units on the host: chosen where memory asks for it, for as few seconds as may be, within limits."""
 
 import dataclasses
-import itertools
 
 import pytest
 
@@ -17,7 +16,7 @@ from lightning_osdp.planner.scheduler import make_plan
 from lightning_osdp.planner.search import SOLVERS
 from lightning_osdp.planner.simulation import simulate_step
 from lightning_osdp.report.sentences import explain
-from tests.support.steps import TWO_NODES, filled_beside_all, numbers_of_all, step_of
+from tests.support.steps import TWO_NODES, filled_beside_all, numbers_of_all, plans_within_limits, step_of
 
 LINK = Link(latency_s=0.0, seconds_per_byte=1e-3)
 OPERATORS = [
@@ -148,28 +147,7 @@ SPACE = SearchSpace(
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_plans_keep_both_limits_and_are_about_as_fast_as_any_that_do(setting, overlaps):
     found = given(setting, OPERATORS[:3], overlaps=overlaps)
-    costs = found.costs
-    assignments = [
-        (costs.step_time_s(modes), costs.exact_peak(modes).peak_bytes, costs.host_bytes(modes))
-        for modes in itertools.product(*costs.options)
-    ]
-    least, most = (of(peak for _, peak, _ in assignments) for of in (min, max))
-    hosts = set()
-    for share, room_bytes in itertools.product((0.1, 0.3, 0.6), (0, 400, 800)):
-        limit_bytes = int(least + share * (most - least))
-        fitting = [time_s for time_s, peak, host in assignments if peak <= limit_bytes and host <= room_bytes]
-        limits = {"memory_limit_bytes": limit_bytes, "host_limit_bytes": room_bytes}
-        options = {"micro_batch_size": 1, "search_space": SPACE, "engine": found.engine}
-        if not fitting:
-            with pytest.raises(InfeasibleError, match="are lacking" if room_bytes < 800 else "No plan fits"):
-                make_plan(found.profile, found.cluster, **limits, **options)
-            continue
-        plan = make_plan(found.profile, found.cluster, **limits, **options)
-        assert plan.peak_bytes <= limit_bytes
-        assert plan.host_bytes <= room_bytes
-        assert min(fitting) * (1 - 1e-9) <= plan.step_time_s <= 1.05 * min(fitting)
-        assert plan.samples_per_s * (1 + plan.gap) >= 2 / min(fitting) * (1 - 1e-9)
-        hosts.add(plan.host_bytes)
+    hosts = {plan.host_bytes for plan, _ in plans_within_limits(found, SPACE, (0.1, 0.3, 0.6), (0, 400, 800))}
     assert len(hosts) == 3
 
 
