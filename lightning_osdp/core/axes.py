@@ -379,9 +379,13 @@ def freed_and_kept(treatment: Treatment) -> tuple[Treatment, Treatment]:
     return gathered.but(keep="nothing"), kept
 
 
+PLACES = ("states", "shard")
+"""Axes of what may be on the host between steps."""
+
+
 def on_device(treatment: Treatment) -> Treatment:
     """Returns the treatment with all of a unit on the device that may be on the host between steps."""
-    return treatment.but(states="device", shard="device")
+    return treatment.but(**dict.fromkeys(PLACES, "device"))
 
 
 def modes_of(
@@ -398,7 +402,7 @@ def modes_of(
     modes = [mode for name, mode in NAMED_MODES.items() if name in names]
     offered_of = {axis.name: axis.values for axis in AXES.values() if axis.on == "unit"} | {
         name: tuple(value for value in AXES[name].values if value in of)
-        for name, of in (("states", states), ("shard", shards))
+        for name, of in zip(PLACES, (states, shards), strict=True)
     }
     others = {name: of for name, of in offered_of.items() if name not in {*_OF_NAMES, "sync"}}
     values = [dict(zip(others, each, strict=True)) for each in product(*others.values())]

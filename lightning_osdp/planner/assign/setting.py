@@ -12,6 +12,7 @@ from lightning_osdp.core.axes import (
     ANYTHING,
     DP,
     KEEP,
+    PLACES,
     STATIONARY,
     ZDP,
     Subject,
@@ -252,7 +253,7 @@ class Costs:
     def options(self) -> tuple[Modes, ...]:
         """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
         setting, known = self._setting, cache(self._within)
-        root = DP.but(**setting.modes[0].only("states", "shard"))
+        root = DP.but(**setting.modes[0].only(*PLACES))
         return tuple(
             (root.within(self._subject(unit)),)
             if unit.is_root
@@ -371,13 +372,13 @@ class Costs:
 
         def of(unit: UnitProfile, options: Modes, mode: Treatment) -> Treatment:
             if unit.is_root:
-                subject, axes = self._subject(unit), ("states", "shard")
-                offered = {each.within(subject).only(*axes) for each in self._setting.modes}
-                places = mode.only(*axes).within(subject)  # a frozen unit's says nothing of states
-                places = places if places in offered else options[0].only(*axes)
+                subject = self._subject(unit)
+                offered = {each.within(subject).only(*PLACES) for each in self._setting.modes}
+                places = mode.only(*PLACES).within(subject)  # a frozen unit's says nothing of states
+                places = places if places in offered else options[0].only(*PLACES)
                 return freed_and_kept(mode)[1].only("home", "keep").but(**places).within(subject)
             own = mode.within(self._subject(unit))
-            simpler = (own.only("moves", "home", "keep", *more) for more in (("states", "shard"), ()))
+            simpler = (own.only("moves", "home", "keep", *more) for more in (PLACES, ()))
             return next((each for each in (own, *simpler) if each in options), options[0])
 
         offered = dict.fromkeys(
@@ -443,7 +444,7 @@ class Costs:
         """Units, as positions among all, of which states or shards may be on the host -> how with all that may be."""
         found = {}
         for unit, options in enumerate(self.options):
-            there = [mode.only("states", "shard") for mode in options if effects_of(mode).is_on_host]
+            there = [mode.only(*PLACES) for mode in options if effects_of(mode).is_on_host]
             if there:
                 found[unit] = there[0]  # which takes least of the device
         return found

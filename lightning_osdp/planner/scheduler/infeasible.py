@@ -136,8 +136,8 @@ def _saving_less(setting: Setting, peak: PeakMemory, sweep: Sweep) -> str:
 
 def _on_host(setting: Setting, peak: PeakMemory, memory_limit_bytes: int, host_limit_bytes: int | None) -> str:
     """Sentence on what more on the host would do; empty where all may be there, or it would hardly matter."""
-    offered = {axis for mode in setting.modes for axis in _PLACES if mode[axis] == "host"}
-    missing = [axis for axis in _PLACES if axis not in offered]
+    offered = _counts_on_host(setting.modes)
+    missing = [axis for axis in _PLACES if not offered[axis]]
     if setting.is_paper or not missing:
         return ""
     optimizer, profile = setting.profile.optimizer, setting.profile

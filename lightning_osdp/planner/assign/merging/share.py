@@ -17,7 +17,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from lightning_osdp.core.axes import DP, Treatment, on_device
+from lightning_osdp.core.axes import DP, PLACES, Treatment, on_device
 from lightning_osdp.core.text.names import upwards
 from lightning_osdp.core.units import UnitProfile, merged
 from lightning_osdp.planner.assign.additive import NO_GAIN, Modes
@@ -142,7 +142,7 @@ def in_other_units(
     for unit, options in zip(other.units, other.costs.options, strict=True):
         subject = subject_of(unit, other, other.engine)
         if unit.is_root:
-            found_modes.append(DP.but(**by_name[""].only("states", "shard")).within(subject))
+            found_modes.append(DP.but(**by_name[""].only(*PLACES)).within(subject))
             continue
         mode = by_name[unit.name].within(subject)
         # what is frozen may come to be in one unit with what is trained, whose place may be the host alone
