@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.measures.gpu.emulated import EMULATED
 from benchmarks.measures.gpu.finding import Check, Finding, findings_of
 from benchmarks.measures.gpu.one_device import ON_ANY_DEVICE, ON_CUDA
-from benchmarks.measures.gpu.two_devices import ON_TWO
+from benchmarks.measures.gpu.two_devices import ON_SHARED, ON_TWO
 
 
 def chosen_checks(num_devices: int, names: list[str]) -> tuple[Mapping[str, Check], str]:
@@ -44,8 +44,9 @@ def chosen_checks(num_devices: int, names: list[str]) -> tuple[Mapping[str, Chec
         )
         checks = {**EMULATED, **ON_ANY_DEVICE, **ON_TWO}
     elif num_devices == 1:
-        half = f"half of one device. Left out, for they need two: {', '.join(ON_TWO)}."
-        checks = {**EMULATED, **ON_ANY_DEVICE, **ON_CUDA}
+        left_out = ", ".join(name for name in ON_TWO if name not in ON_SHARED)
+        half = f"half of one device. Left out, for they need two: {left_out}."
+        checks = {**EMULATED, **ON_ANY_DEVICE, **ON_CUDA, **ON_SHARED}
     else:
         half = "whole, on two devices."
         checks = {**EMULATED, **ON_ANY_DEVICE, **ON_CUDA, **ON_TWO}

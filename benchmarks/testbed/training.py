@@ -11,8 +11,10 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
 
@@ -68,6 +70,20 @@ def trainer_of(
             use_distributed_sampler=False,
             **options,
         )
+
+
+class SharedGPU(CUDAAccelerator):
+    """The first GPU for every rank: what a Trainer refuses, since ranks by NCCL need a GPU each."""
+
+    @staticmethod
+    @override
+    def parse_devices(devices: Any) -> list[int]:
+        return [0] * int(devices)
+
+    @staticmethod
+    @override
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cuda", index) for index in devices]
 
 
 class StartedRanks(ClusterEnvironment):

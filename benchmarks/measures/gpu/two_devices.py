@@ -1,4 +1,7 @@
-"""Checks of two ranks: each on a GPU of its own with NCCL, or on CPU with gloo, where the checks check themselves."""
+"""Checks of two ranks: each on a GPU of its own with NCCL, both on one with gloo, or on CPU with gloo.
+
+Two ranks on one GPU show what is computed, not how long it takes; on CPU the checks check themselves.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from benchmarks.rank_faults import Case, Launcher, make_plan, outcome
 from benchmarks.testbed.local import local_ranks
 from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.step import Step, time_in_turns
-from benchmarks.testbed.training import StartedRanks
+from benchmarks.testbed.training import SharedGPU, StartedRanks
 from lightning_osdp import Cluster, ModelProfile, OSDPStrategy, TrainingStep, measure_cluster, profile_model
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.planner.scheduler import make_plan as search
@@ -49,17 +52,27 @@ FAULTS: tuple[tuple[Launcher, Case], ...] = (
 def _on_ranks(device: torch.device, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
     """Results of a function on each rank; where a rank fails, the next check has other processes."""
     try:
-        return local_ranks(NUM_RANKS, "nccl" if device.type == "cuda" else "gloo").run(
-            function, kind=device.type, **kwargs
-        )
+        backend = "nccl" if device.type == "cuda" and not _is_shared(device.type) else "gloo"
+        return local_ranks(NUM_RANKS, backend).run(function, kind=device.type, **kwargs)
     except Exception:
         local_ranks.cache_clear()
         raise
 
 
+def _is_shared(kind: str) -> bool:
+    """Whether there are more ranks than devices, which NCCL refuses."""
+    return kind == "cuda" and torch.cuda.device_count() < NUM_RANKS
+
+
 def _own(kind: str) -> torch.device:
     """Device of this rank."""
-    return torch.device(kind, dist.get_rank()) if kind == "cuda" else torch.device(kind)
+    return torch.device(kind, dist.get_rank() % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+
+
+def _on_started_ranks(kind: str) -> dict[str, Any]:
+    """Options of the Trainer of such a rank."""
+    options: dict[str, Any] = {"devices": NUM_RANKS, "plugins": [StartedRanks()]}
+    return options | ({"accelerator": SharedGPU()} if _is_shared(kind) else {})
 
 
 def _cluster(kind: str) -> Cluster:
@@ -119,7 +132,7 @@ def _losses(*, strategy: str, kind: str) -> list[float]:
         "fsdp": FSDPStrategy(auto_wrap_policy={type(made("gpt").get_submodule(unit_names(made("gpt"))[0]))}),
     }
     chosen: Strategy | str = made_of[strategy]
-    return losses_of(made("gpt"), device, strategy=chosen, devices=NUM_RANKS, plugins=[StartedRanks()])
+    return losses_of(made("gpt"), device, strategy=chosen, **_on_started_ranks(kind))
 
 
 def losses(device: torch.device) -> Iterator[Finding]:
@@ -137,14 +150,14 @@ _RACE_STEPS = 60
 def _decided(*, name: str, model: str, window: int, kind: str) -> list[float]:
     """Losses of a model under the plan that decides so, plans in turns ("race"), or DDP ("ddp")."""
     device, module = _own(kind), build(model)
-    options: dict[str, Any] = {"strategy": "ddp"}
+    options: dict[str, Any] = {"strategy": "ddp", **_on_started_ranks(kind)}
     if name == "race":
-        options = {"strategy": OSDPStrategy(race=True, batch_size="keep"), "max_steps": _RACE_STEPS}
+        options |= {"strategy": OSDPStrategy(race=True, batch_size="keep"), "max_steps": _RACE_STEPS}
     elif name in DECISIONS:
         plan = DECISIONS[name][1](module, NUM_RANKS, num_samples_on(device))
-        options = {"strategy": OSDPStrategy(plan=plan, batch_size="keep")}
+        options["strategy"] = OSDPStrategy(plan=plan, batch_size="keep")
     options["accumulate_grad_batches"] = window
-    return losses_of(module, device, devices=NUM_RANKS, plugins=[StartedRanks()], **options)
+    return losses_of(module, device, **options)
 
 
 def decisions(device: torch.device) -> Iterator[Finding]:
@@ -265,7 +278,7 @@ def _resumed(*, kind: str, folder: str) -> list[list[float]]:
 
     def run(**options: Any) -> list[float]:
         strategy = OSDPStrategy(plan=plan, batch_size="keep", state_dict_type="sharded")
-        return losses_of(made("gpt"), device, strategy=strategy, devices=NUM_RANKS, plugins=[StartedRanks()], **options)
+        return losses_of(made("gpt"), device, strategy=strategy, **_on_started_ranks(kind), **options)
 
     whole = run(max_steps=6)
     before = run(max_steps=3, saves_to=folder)
@@ -282,12 +295,13 @@ def resuming(device: torch.device) -> Iterator[Finding]:
     yield Finding("checkpoint and resume", is_good, {"apart": apart, "steps": len(resumed)})
 
 
+ON_SHARED: Mapping[str, Check] = {"losses": losses, "decisions": decisions, "resuming": resuming}
+"""Checks of what two ranks compute, which one GPU is enough for."""
+
 ON_TWO: Mapping[str, Check] = {
+    **ON_SHARED,
     "links": links,
-    "losses": losses,
-    "decisions": decisions,
     "faults": faults,
     "order": order,
     "largest": largest,
-    "resuming": resuming,
 }
