@@ -69,6 +69,13 @@ class LiveBytes(TorchDispatchMode):
             self._forget(key)
         self._left_out |= found
 
+    @staticmethod
+    def pass_through(num_bytes: int, device_type: str) -> None:
+        """Counts bytes that come and go within an operation in the peak of each active mode of this kind of device."""
+        for live in dict.fromkeys(_counting):
+            if live.device_type == device_type:
+                live.peak_bytes = max(live.peak_bytes, live.current_bytes + num_bytes)
+
     def reset_peak(self) -> None:
         """Starts a new peak from what is live now."""
         self.peak_bytes = self.current_bytes

@@ -384,6 +384,7 @@ def memory_fraction(device: torch.device) -> Iterator[Finding]:
     plan = mixed_plan(made("gpt"), 8, num_samples_on(device))
     plan, predicted = _planned(partial(made, "gpt"), plan, device)
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
     _, total = torch.cuda.mem_get_info(device)
     allowed = torch.cuda.memory_reserved(device) + predicted / (1 - CUDA_HEADROOM)
     try:

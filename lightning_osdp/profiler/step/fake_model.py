@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_osdp.errors import OSDPError, UntraceableError
 from lightning_osdp.operations.splitting import parameter_like
+from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.step.snapshot import is_left_alone, tensors_in, untouched
 
 aten = torch.ops.aten
@@ -81,7 +82,12 @@ def faked(
         )
     with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-    stand_ins = _StandIns(mode, device)
+    # on a GPU a recurrent layer's weights are views of one buffer, which they are no more once all-gathered
+    recurrent = (child for child in module.modules() if isinstance(child, nn.RNNBase))
+    apart: set[Tensor] = {
+        weight for child in recurrent for weight in child.parameters() if weight.device.type == "cuda"
+    }
+    stand_ins = _StandIns(mode, device, apart)
     with _fakes_removed(stand_ins) as made, untouched(module):
         try:
             fake_batch = copy.deepcopy(batch, {id(tensor): stand_ins.fake(tensor) for tensor in tensors_in(batch)})
@@ -114,10 +120,10 @@ def faked(
 
 
 class _StandIns:
-    """Fakes of tensors, one for each; tensors that share a storage have fakes that share one."""
+    """Fakes of tensors, one for each; tensors that share a storage have fakes that share one, but for some."""
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
-        self.mode, self._device = mode, device
+    def __init__(self, mode: FakeTensorMode, device: torch.device, apart: set[Tensor]) -> None:
+        self.mode, self._device, self._apart = mode, device, apart
         self._fakes: dict[Tensor, Tensor] = {}
         self._visited: set[int] = set()
 
@@ -128,9 +134,12 @@ class _StandIns:
         return self._fakes[tensor]
 
     def _make(self, tensor: Tensor) -> Tensor:
+        device = tensor.device if tensor in self._apart else self._device
+        if tensor in self._apart:
+            tensor = stand_in(tensor)
         if not tensor.is_meta:
             return self.mode.from_tensor(tensor if tensor.is_leaf else tensor.detach())
-        fake = self.mode.fake_tensor_converter.from_meta_and_device(self.mode, tensor.detach(), self._device)
+        fake = self.mode.fake_tensor_converter.from_meta_and_device(self.mode, tensor.detach(), device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
@@ -255,6 +264,11 @@ class _AsAllocated(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if (rule := _RULES.get(func)) is not None:
             result = rule(result, *args)
+        if func in _WITH_WORKSPACE:
+            made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+            if made and made[0].device.type == "cuda":
+                workspace = _workspace_bytes(func, args, kwargs or {}, made[0].device)
+                LiveBytes.pass_through(workspace + sum(each.untyped_storage().nbytes() for each in made), "cuda")
         returns = func._schema.returns
         for returned, value in zip(returns, result if len(returns) > 1 else (result,), strict=False):
             if returned.alias_info is None:
@@ -297,6 +311,34 @@ def _called(function: Any, args: tuple[Any, ...]) -> Any:
     """Results of an operation on zeros, on the device of its arguments, for their shapes."""
     with unset_fake_temporarily():
         return function(*tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), args))
+
+
+_workspaces: dict[str, int] = {}
+"""Operation and its arguments, as text -> bytes."""
+
+
+def _workspace_bytes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> int:
+    """Bytes that a kernel of a GPU's library takes beside its results, in the second of two calls on zeros.
+
+    cuDNN takes the algorithm that it finds best for a shape, and asks torch's allocator for what that needs.
+    """
+    given = tree_map_only(Tensor, lambda t: (tuple(t.shape), tuple(t.stride()), t.dtype, t.device), (args, kwargs))
+    key = f"{function} {given} {torch.backends.cudnn.enabled} {torch.backends.cudnn.benchmark}"
+    if key not in _workspaces:
+        with unset_fake_temporarily(), torch.no_grad(), torch.cuda.device(device):
+            positional, named = tree_map_only(
+                Tensor,
+                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).zero_(),
+                (args, kwargs),
+            )
+            function(*positional, **named)  # libraries' own buffers come with their first call
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            result = function(*positional, **named)
+            kept = torch.cuda.memory_allocated(device) - before
+            _workspaces[key] = torch.cuda.max_memory_allocated(device) - before - kept
+            del result
+    return _workspaces[key]
 
 
 def _as_called(function: Any, *places: int, copied: int | None = None, train: int | None = None) -> Callable[..., Any]:
@@ -349,6 +391,16 @@ def _seeds_on_host(result: Any, *_: Any) -> Any:
     seed, offset = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
     return output, logsumexp, seed, offset, *others
 
+
+_WITH_WORKSPACE = {
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.cudnn_convolution.default,
+    aten.cudnn_convolution_transpose.default,
+    aten._cudnn_rnn.default,
+    aten._cudnn_rnn_backward.default,
+}
+"""Operations whose kernels on a GPU take memory beside their results."""
 
 _RULES: dict[Any, Callable[..., Any]] = {
     aten.mse_loss.default: _keeps_all_elements,

@@ -327,6 +327,7 @@ def test_no_reserve_of_a_recurrent_layer_is_empty(function, monkeypatch):
         return (*[None] * 3, torch.zeros(RESERVE, dtype=torch.uint8), torch.zeros(BUFFER))
 
     monkeypatch.setattr(fake_model, "_called", called)
+    monkeypatch.setattr(fake_model, "_workspace_bytes", lambda *_: 0)  # there is no device
     with FakeTensorMode(), torch.no_grad():
         assert recurrent_layer(function)[3].numel() == 0  # what torch says
         with fake_model._AsAllocated(), LiveBytes("cpu") as live:
@@ -344,10 +345,25 @@ def test_no_reserve_of_a_recurrent_layer_is_empty(function, monkeypatch):
 def test_a_reserve_that_stays_empty_is_refused(function, monkeypatch):
     empty = torch.zeros(0, dtype=torch.uint8)
     monkeypatch.setattr(fake_model, "_called", lambda *_: (None, None, None, empty, empty))
+    monkeypatch.setattr(fake_model, "_workspace_bytes", lambda *_: 0)  # there is no device
     with FakeTensorMode(), torch.no_grad(), fake_model._AsAllocated():
         recurrent_layer(function, train=False)
         with pytest.raises(UntraceableError, match=f"{function} to say how much it keeps for backward"):
             recurrent_layer(function)
+
+
+def test_the_workspace_of_a_kernel_counts_while_it_runs(monkeypatch):
+    monkeypatch.setattr(fake_model, "_workspace_bytes", lambda *_: 1000)
+    with FakeTensorMode(), torch.no_grad(), fake_model._AsAllocated(), LiveBytes("cuda") as live:
+        image = torch.empty(1, 2, 8, 8, device="cuda")
+        weight = torch.empty(3, 2, 3, 3, device="cuda")
+        live.track([image, weight])
+        before = live.current_bytes
+        result = torch.ops.aten.convolution(image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        assert live.current_bytes - before == result.nbytes
+        assert live.peak_bytes - before == result.nbytes + 1000
+        torch.ops.aten.convolution(image.cpu(), weight.cpu(), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        assert live.peak_bytes - before == result.nbytes + 1000
 
 
 def test_a_call_is_of_real_zeros_of_the_same_shapes_where_the_fakes_are():
