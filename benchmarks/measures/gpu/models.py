@@ -13,6 +13,8 @@ from benchmarks.families import Batch, Family, build
 NAMES = ("mlp", "gpt", "cnn", "lstm")
 _FAMILIES = {"mlp": "odd_mlp", "gpt": "mingpt", "cnn": "convolutional"}
 _NUM_SAMPLES = {"cuda": 64, "cpu": 2}
+NUM_TIMED = {"cuda": 4096, "cpu": 2}
+"""Samples of a batch whose step is timed: with fewer, the host takes longer to launch kernels than a GPU to run them."""
 
 
 class Recurrent(Family):
@@ -49,9 +51,10 @@ def num_samples_on(device: torch.device) -> int:
     return _NUM_SAMPLES[device.type]
 
 
-def batch_on(device: torch.device, module: Family) -> Batch:
-    """A batch of `num_samples_on`, on the device."""
-    batch: Batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), module.batch(num_samples_on(device)))
+def batch_on(device: torch.device, module: Family, num_samples: int | None = None) -> Batch:
+    """A batch of so many samples, by default `num_samples_on`, on the device."""
+    drawn = module.batch(num_samples or num_samples_on(device))
+    batch: Batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), drawn)
     return batch
 
 

@@ -23,8 +23,9 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks.families import Batch, Family, build
 from benchmarks.measures.gpu.finding import Check, Finding, Peak, peak_of
-from benchmarks.measures.gpu.models import NAMES, batch_on, made, num_samples_on, unit_names
+from benchmarks.measures.gpu.models import NAMES, NUM_TIMED, batch_on, made, num_samples_on, unit_names
 from benchmarks.measures.gpu.plans import ON_DEVICE, as_profiled, mixed_plan
+from benchmarks.measures.gpu.rates import rates
 from benchmarks.rank_faults import Case, make_plan, outcome
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.step import Step
@@ -175,7 +176,8 @@ def replays(device: torch.device) -> Iterator[Finding]:
     """A step's operations one by one against the step."""
     for name in NAMES:
         module = made(name).to(device)
-        num_samples, batch = num_samples_on(device), batch_on(device, module)
+        num_samples = NUM_TIMED[device.type]
+        batch = batch_on(device, module, num_samples)
         runner = StepRunner(module, batch, num_samples, module.loss, device)
         trace = trace_step(runner)
         with runner.on_real_tensors(num_samples) as (run, _):
@@ -498,4 +500,4 @@ ON_ANY_DEVICE: Mapping[str, Check] = {
     "precisions": precisions,
     "device_assert": device_assert,
 }
-ON_CUDA: Mapping[str, Check] = {"sync_debug": sync_debug, "memory_fraction": memory_fraction}
+ON_CUDA: Mapping[str, Check] = {"sync_debug": sync_debug, "memory_fraction": memory_fraction, "rates": rates}
