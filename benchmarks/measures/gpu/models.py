@@ -14,7 +14,7 @@ NAMES = ("mlp", "gpt", "cnn", "lstm")
 _FAMILIES = {"mlp": "odd_mlp", "gpt": "mingpt", "cnn": "convolutional"}
 _NUM_SAMPLES = {"cuda": 64, "cpu": 2}
 NUM_TIMED = {"cuda": 4096, "cpu": 2}
-"""Samples of a batch whose step is timed: with fewer, the host takes longer to launch kernels than a GPU to run them."""
+"""Samples of a batch whose step is timed: with fewer, the host takes longer to launch kernels than a GPU takes."""
 
 
 class Recurrent(Family):

@@ -12,12 +12,13 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 
-from benchmarks.families import build
+from benchmarks.families import Family, build
 from benchmarks.measures.gpu.finding import Check, Finding
 from benchmarks.measures.gpu.models import batch_on, made, num_samples_on, unit_names
 from benchmarks.measures.gpu.one_device import losses_of
@@ -28,6 +29,7 @@ from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.step import Step, time_in_turns
 from benchmarks.testbed.training import SharedGPU, StartedRanks
 from lightning_osdp import Cluster, ModelProfile, OSDPStrategy, TrainingStep, measure_cluster, profile_model
+from lightning_osdp.apply import sharded
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.planner.scheduler import make_plan as search
 from lightning_osdp.planner.simulation import simulate
@@ -69,10 +71,17 @@ def _own(kind: str) -> torch.device:
     return torch.device(kind, dist.get_rank() % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
 
 
-def _on_started_ranks(kind: str) -> dict[str, Any]:
-    """Options of the Trainer of such a rank."""
-    options: dict[str, Any] = {"devices": NUM_RANKS, "plugins": [StartedRanks()]}
-    return options | ({"accelerator": SharedGPU()} if _is_shared(kind) else {})
+def _losses_of(module: Family, kind: str, **options: Any) -> list[float]:
+    """`losses_of` on started ranks.
+
+    On a shared GPU optimizers are not tried on shards first: ``DTensor.full_tensor`` ends the process by a
+    segmentation fault where gloo gathers tensors of a GPU. [Seen in torch 2.11.]
+    """
+    options |= {"devices": NUM_RANKS, "plugins": [StartedRanks()]}
+    if not _is_shared(kind):
+        return losses_of(module, _own(kind), **options)
+    with patch.object(sharded, "try_optimizer"):
+        return losses_of(module, _own(kind), accelerator=SharedGPU(), **options)
 
 
 def _cluster(kind: str) -> Cluster:
@@ -132,7 +141,7 @@ def _losses(*, strategy: str, kind: str) -> list[float]:
         "fsdp": FSDPStrategy(auto_wrap_policy={type(made("gpt").get_submodule(unit_names(made("gpt"))[0]))}),
     }
     chosen: Strategy | str = made_of[strategy]
-    return losses_of(made("gpt"), device, strategy=chosen, **_on_started_ranks(kind))
+    return _losses_of(made("gpt"), kind, strategy=chosen)
 
 
 def losses(device: torch.device) -> Iterator[Finding]:
@@ -150,14 +159,14 @@ _RACE_STEPS = 60
 def _decided(*, name: str, model: str, window: int, kind: str) -> list[float]:
     """Losses of a model under the plan that decides so, plans in turns ("race"), or DDP ("ddp")."""
     device, module = _own(kind), build(model)
-    options: dict[str, Any] = {"strategy": "ddp", **_on_started_ranks(kind)}
+    options: dict[str, Any] = {"strategy": "ddp"}
     if name == "race":
         options |= {"strategy": OSDPStrategy(race=True, batch_size="keep"), "max_steps": _RACE_STEPS}
     elif name in DECISIONS:
         plan = DECISIONS[name][1](module, NUM_RANKS, num_samples_on(device))
         options["strategy"] = OSDPStrategy(plan=plan, batch_size="keep")
     options["accumulate_grad_batches"] = window
-    return losses_of(module, device, **options)
+    return _losses_of(module, kind, **options)
 
 
 def decisions(device: torch.device) -> Iterator[Finding]:
@@ -278,7 +287,7 @@ def _resumed(*, kind: str, folder: str) -> list[list[float]]:
 
     def run(**options: Any) -> list[float]:
         strategy = OSDPStrategy(plan=plan, batch_size="keep", state_dict_type="sharded")
-        return losses_of(made("gpt"), device, strategy=strategy, **_on_started_ranks(kind), **options)
+        return _losses_of(made("gpt"), kind, strategy=strategy, **options)
 
     whole = run(max_steps=6)
     before = run(max_steps=3, saves_to=folder)

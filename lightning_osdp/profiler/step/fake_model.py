@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import _lru_cache_wrapper
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -105,6 +105,7 @@ def faked(
                 quiet,
                 # it compares addresses, which fakes lack; equal addresses would leave it nothing to do
                 patch.object(nn.RNNBase, "flatten_parameters", lambda _: None),
+                _cast_before_recurrent_layers(),
             ):
                 yield fake_batch
             if changed is not None:
@@ -117,6 +118,27 @@ def faked(
                 f" no values, but it failed: {error!r}. Let it read no values (.item(), .tolist(), NumPy, shapes that"
                 " depend on data), or profile it with real parameters."
             ) from error
+
+
+@contextmanager
+def _cast_before_recurrent_layers() -> Iterator[None]:
+    """Casts what recurrent layers are given on a GPU under autocast, which itself asks for addresses of the copies."""
+
+    def casting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            if not (args[0].is_cuda and torch.is_autocast_enabled("cuda")):
+                return function(*args)
+            dtype = torch.get_autocast_dtype("cuda")
+            args = tree_map_only(Tensor, lambda given: given.to(dtype) if given.is_floating_point() else given, args)
+            with torch.autocast("cuda", enabled=False):
+                return function(*args)
+
+        return called
+
+    with ExitStack() as patches:
+        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            patches.enter_context(patch.object(torch._VF, name, casting(getattr(torch._VF, name))))
+        yield
 
 
 class _StandIns:
