@@ -3,7 +3,7 @@
 .. code-block:: bash
 
     python benchmarks/one_gpu.py                    # 1.3 and 6.6 billion parameters, about 20 minutes
-    python benchmarks/one_gpu.py --sections [1.3]
+    python benchmarks/one_gpu.py --sections [1.3B]
     python benchmarks/one_gpu.py --quick true       # a small model, also where there is no GPU
 
 Each fit has a process of its own. Ways by hand are measured without a limit, and fit each limit that their peak is
@@ -67,14 +67,14 @@ def _gpt(num_layers: int, hidden_size: int, micro_batch_size: int, length: int =
 
 
 MODELS = {
-    "1.3": Model(
+    "1.3B": Model(
         sizes=_gpt(24, 2048, 8),
         by_hand=("plain", "checkpointing", "cpu_offload"),
         limits=(None, 48, 36, 28, 24, 16),
     ),
-    "6.6": Model(sizes=_gpt(32, 4096, 2), by_hand=("cpu_offload",), limits=(72,), num_steps=14),
+    "6.6B": Model(sizes=_gpt(32, 4096, 2), by_hand=("cpu_offload",), limits=(72,), num_steps=14),
 }
-"""Billions of parameters -> model."""
+"""Number of parameters -> model."""
 QUICK = {
     "quick": Model(
         sizes=_gpt(3, 64, 2, length=32) | {"vocabulary_size": 64},
@@ -148,7 +148,7 @@ def main(
 
     Args:
         output: JSON file of results; None: the one of this repository, or none if quick.
-        sections: Billions of parameters of models; none: all.
+        sections: Numbers of parameters, as `MODELS` has them; none: all.
         quick: A small model, to see that all of it runs.
         fresh: Measures everything anew.
     """
