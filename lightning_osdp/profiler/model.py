@@ -52,8 +52,7 @@ class TrainingStep:
     """Takes the batch and returns the loss, or a mapping with it under ``"loss"``; None: the module's own
     ``training_step(batch, 0)``."""
     optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None = None
-    """Takes a module and returns its optimizers; None: the module's own ``configure_optimizers``, which must return an
-    optimizer or a list of optimizers."""
+    """Takes a module and returns its optimizers; None: the module's own ``configure_optimizers``."""
     precision: ComputePrecision = field(default_factory=ComputePrecision)
     """Dtypes of computing under mixed precision; ``run`` enters autocast itself."""
     batch_size: int | None = None
@@ -301,16 +300,21 @@ def module_step(module: nn.Module, batch: Any) -> Any:
 
 
 def configured_optimizers(module: nn.Module) -> Sequence[Optimizer]:
-    """Optimizers that the module configures.
+    """Optimizers that the module configures, in any form that Lightning takes, without their schedules.
 
     Raises:
-        ProfileError: ``configure_optimizers`` returns anything but an optimizer or a list of optimizers.
+        ProfileError: ``configure_optimizers`` returns anything else.
     """
-    configured = module.configure_optimizers()  # type: ignore[operator]
-    optimizers = [configured] if isinstance(configured, Optimizer) else configured
-    if not isinstance(optimizers, (list, tuple)) or not all(isinstance(o, Optimizer) for o in optimizers):
+    configured = given = module.configure_optimizers()  # type: ignore[operator]
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], (list, tuple)):
+        given, _ = given
+    if isinstance(given, (Optimizer, Mapping)):
+        given = [given]
+    each_given = given if isinstance(given, (list, tuple)) else [given]
+    optimizers: list[Any] = [each.get("optimizer") if isinstance(each, Mapping) else each for each in each_given]
+    if not all(isinstance(each, Optimizer) for each in optimizers):
         raise ProfileError(
-            f"Expected configure_optimizers to return an optimizer or a list of optimizers, got {configured!r}."
-            " Pass TrainingStep(optimizers=...) to profile_model."
+            "Expected configure_optimizers to return optimizers, alone or with schedules as Lightning takes them, got"
+            f" {configured!r}. Pass TrainingStep(optimizers=...) to profile_model."
         )
     return optimizers

@@ -14,7 +14,7 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import ProfileError, RanksApartError
 from lightning_osdp.profiler import ComputePrecision, TrainingStep, profile_model, replica_of
-from lightning_osdp.profiler.model import note_on_device
+from lightning_osdp.profiler.model import configured_optimizers, note_on_device
 
 
 class Net(nn.Module):
@@ -341,8 +341,28 @@ def test_a_batch_of_unknown_size_is_refused(batch):
 def test_what_configure_optimizers_returns_is_checked():
     model = Net()
     model.configure_optimizers = lambda: {"optimizer": None}
-    with pytest.raises(ProfileError, match=r"^Expected configure_optimizers to return an optimizer or a list of"):
+    with pytest.raises(ProfileError, match=r"^Expected configure_optimizers to return optimizers, alone or with"):
         profile_model(model, BATCH)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda one, other: one,
+        lambda one, other: [one, other],
+        lambda one, other: {"optimizer": one, "lr_scheduler": "a schedule"},
+        lambda one, other: [{"optimizer": one}, {"optimizer": other, "lr_scheduler": {"scheduler": "a schedule"}}],
+        lambda one, other: ([one, other], ["a schedule"]),
+        lambda one, other: ([one], []),
+    ],
+)
+def test_optimizers_are_found_in_each_form_that_lightning_takes(form):
+    model = Net()
+    one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    model.configure_optimizers = lambda: form(one, other)
+    found = configured_optimizers(model)
+    assert found[0] is one
+    assert found[1:] in ([], [other])
 
 
 class FixedSize(nn.Module):

@@ -241,9 +241,9 @@ def overhead_s(
 
 
 def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
-    """Seconds of one part of `Cluster.unit_overhead`, once; one rank shards nothing.
+    """Seconds of one part of `Cluster.unit_overhead`, once.
 
-    All parameters are gathered; all else is done with gradients, of which what is frozen has none. For a unit that is
+    One rank sends nothing, but its units have hooks and copies, too. All parameters are gathered; all else is done with gradients, of which what is frozen has none. For a unit that is
     frozen as a whole, hooks alone run in backward: there is nothing to reduce, nor to leave for the next micro-batch.
     Hooks around the first call of a unit's modules are in the part of flattening, and those of further calls beside it.
     A resident unit has none after the first call in a step.
@@ -254,7 +254,7 @@ def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
         (``foreach_reduce_scatter_copy_in``).
     """
     overhead = cluster.unit_overhead.get(part)
-    if overhead is None or not unit.operators or cluster.world_size == 1:
+    if overhead is None or not unit.operators:
         return 0.0
     calls_s = cluster.call_s * max(len(unit.modules), len(unit.calls))
     if part == "stay":
@@ -298,8 +298,6 @@ def apart_s(num_units: int, *, cluster: Cluster, workload: Workload) -> float:
     These are the latencies of the collectives of units that reduce their gradients in every micro-batch, and what of
     the runtime's overhead does not depend on bytes and tensors.
     """
-    if cluster.world_size == 1:
-        return 0.0
     latency_s = 2 * cluster.all_gather_s(0.0) + cluster.reduce_scatter_s(0.0)
     latency_s += cluster.all_reduce_between_s(0.0) if cluster.has_nodes else 0.0
     numbers = effects_of(ZDP).overheads()

@@ -59,17 +59,18 @@ def measure_cluster(
             collectives of about as many, if time allows. None: of any size.
 
     Returns:
-        Equal values on every rank. With one rank, or no process group, links cost nothing.
+        Equal values on every rank. With one rank, or no process group, links cost nothing; without one, nor do units.
     """
     workspace_bytes = library_workspace_bytes(device)
     with ExitStack() as groups, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        free = Link(latency_s=0.0, seconds_per_byte=0.0)
+        cluster = Cluster(world_size=1, all_gather=free, reduce_scatter=free)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             most_bytes = math.inf if parameter_bytes is None else parameter_bytes
             most_bytes = _over_ranks(most_bytes, dist.ReduceOp.MAX, device)  # all time the same sizes
             cluster = _measure_ranks(device, node_size, groups, hosts, most_bytes=most_bytes)
-        else:
-            free = Link(latency_s=0.0, seconds_per_byte=0.0)
-            cluster = Cluster(world_size=1, all_gather=free, reduce_scatter=free)
+        elif dist.is_available() and dist.is_initialized():
+            cluster = _with_overheads(cluster, device)
         copy_s = _host_copy_s_per_byte(device)
         # last, when all communicators, those of nodes too, have the buffers that they keep
         limit_bytes = default_memory_limit_bytes(
@@ -111,8 +112,7 @@ def _measure_ranks(
         node_size=node_size,
         agreement=measure_agreement(hosts) if hosts is not None or device.type == "cpu" else None,
     )
-    cluster = dataclasses.replace(cluster, call_s=measure_call_s(cluster, device), slice_s=measure_slice_s(device))
-    cluster = dataclasses.replace(cluster, unit_overhead=measure_unit_overhead(cluster, device))
+    cluster = _with_overheads(cluster, device)
     if node_size is None or not cluster.has_nodes:
         return cluster
     ranks = range(cluster.world_size)
@@ -125,6 +125,12 @@ def _measure_ranks(
         between_nodes=_links(partial(measured, group=other_nodes)),
         all_reduce=measured(all_reduce),
     )
+
+
+def _with_overheads(cluster: Cluster, device: torch.device) -> Cluster:
+    """The cluster with what units, calls and slices take beside collectives, on one rank, too."""
+    cluster = dataclasses.replace(cluster, call_s=measure_call_s(cluster, device), slice_s=measure_slice_s(device))
+    return dataclasses.replace(cluster, unit_overhead=measure_unit_overhead(cluster, device))
 
 
 def _over_ranks(value: float, operation: dist.ReduceOp.RedOpType, device: torch.device) -> float:

@@ -344,9 +344,14 @@ def test_a_frozen_unit_saves_no_reducing_in_the_last_micro_batch_only(mode):
 def test_nothing_where_it_was_not_measured_or_the_unit_is_empty():
     unmeasured = replace(CLUSTER, unit_overhead={})
     assert overhead_s(UNIT, ZDP, cluster=unmeasured, workload=Workload(micro_batch_size=1)) == 0
-    alone = replace(CLUSTER, world_size=1)
-    assert overhead_s(UNIT, ZDP, cluster=alone, workload=Workload(micro_batch_size=1)) == 0
     assert overhead_s(ROOT, DP, cluster=CLUSTER, workload=Workload(micro_batch_size=1)) == 0
+
+
+def test_units_of_one_rank_have_their_hooks_and_copies():
+    alone, workload = replace(CLUSTER, world_size=1), Workload(micro_batch_size=1)
+    assert overhead_s(UNIT, ZDP, cluster=alone, workload=workload) == pytest.approx(
+        overhead_s(UNIT, ZDP, cluster=CLUSTER, workload=workload)
+    )
 
 
 # ---- activations
