@@ -129,6 +129,12 @@ class Options:
         return _SCALE_SHARE if self.batch_size == "scale" else 1.0
 
     @property
+    def offers_host_last(self) -> bool:
+        """True if states and shards may be on a GPU's host where nothing fits else: nobody has named their places."""
+        space, default = self.search_space, SearchSpace()
+        return (space.states, space.shards) == (default.states, default.shards) and self.cost_model != "paper"
+
+    @property
     def profiled_choices(self) -> dict[str, Any]:
         """Arguments of `profile_model` for what a plan may choose."""
         activations = ("keep", "recompute") if self.recomputed else self.search_space.activations

@@ -243,8 +243,9 @@ def overhead_s(
 def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
     """Seconds of one part of `Cluster.unit_overhead`, once.
 
-    One rank sends nothing, but its units have hooks and copies, too. All parameters are gathered; all else is done with gradients, of which what is frozen has none. For a unit that is
-    frozen as a whole, hooks alone run in backward: there is nothing to reduce, nor to leave for the next micro-batch.
+    One rank sends nothing, but its units have hooks and copies, too. All parameters are gathered; all else is done with
+    gradients, of which what is frozen has none. For a unit that is frozen as a whole, hooks alone run in backward:
+    there is nothing to reduce, nor to leave for the next micro-batch.
     Hooks around the first call of a unit's modules are in the part of flattening, and those of further calls beside it.
     A resident unit has none after the first call in a step.
     Gradients are copied to be reduced: read in the dtype of computing, and written in that of reducing.

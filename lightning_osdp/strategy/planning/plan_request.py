@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_osdp.core.axes import SHARD_CHOICES, STATES_CHOICES
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan, workload_of
@@ -12,7 +16,7 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress
-from lightning_osdp.errors import ConfigurationError, PlanFormatError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, PlanFormatError
 from lightning_osdp.planner.engine import AUTO, FSDP2
 from lightning_osdp.planner.scheduler import PlanMethod, judge_plan, make_plan
 from lightning_osdp.strategy.batching.division import division_text
@@ -31,6 +35,8 @@ class PlanRequest:
     limit_varies: bool
     """True if the limit is a share of the memory that happens to be free."""
     search_space: SearchSpace
+    has_host: bool
+    """True if the host may have states and frozen shards where nothing fits else, though nobody has named it."""
     method: PlanMethod
     engine: FSDP2
     saved_plan: str | None
@@ -45,16 +51,26 @@ class PlanRequest:
         judged = "" if self.saved_plan is None else self._judge_saved_plan(self.saved_plan, profile, policy)
         if isinstance(judged, Plan):
             return judged, ""
-        plan = make_plan(
+        search = partial(
+            make_plan,
             profile,
             self.cluster,
             memory_limit_bytes=self.memory_limit_bytes,
             host_limit_bytes=self.host_limit_bytes,
             micro_batch_size=policy,
-            search_space=self.search_space,
             method=self.method,
             engine=self.engine,
             progress=progress,
+        )
+        try:
+            return search(search_space=self.search_space), judged
+        except InfeasibleError:
+            if not self.has_host or profile.optimizer.host_s_per_element is None:
+                raise
+            plan = search(search_space=_with_host(self.search_space))
+        rank_zero_info(
+            "OSDP: nothing fits with all of it on the GPU, so the host has a part, which makes steps slower than with"
+            " more ranks or a larger memory_limit."
         )
         return plan, judged
 
@@ -99,6 +115,8 @@ class PlanRequest:
         used_space = plan.search_space
         if search_space.modes is None and used_space.modes == search_space.offered_modes:
             used_space = replace(used_space, modes=None)  # an older plan stores these where nobody has named any
+        if self.has_host and used_space == _with_host(search_space):
+            used_space = search_space
         size = plan.micro_batch_size
         if size not in policy.micro_batch_sizes or policy.workload(size) != workload_of(plan):
             yield f"it is for {division_text(workload_of(plan))}, and training goes on in others"
@@ -118,3 +136,8 @@ class PlanRequest:
                 f"memory_limit {format_bytes(self.memory_limit_bytes)} is larger than {format_bytes(used_bytes)}, which"
                 " it was made for"
             )
+
+
+def _with_host(space: SearchSpace) -> SearchSpace:
+    """The space with the host among the places of states and shards."""
+    return replace(space, states=STATES_CHOICES, shards=SHARD_CHOICES)

@@ -260,7 +260,7 @@ class FitProfiler:
                 module,
                 batch,
                 as_trained(trainer, module, optimizers, num_samples),
-                **self._options.profiled_choices,
+                **self._options.profiled_choices | self._updates_on_host,
                 together=in_step,
                 progress=self._progress,
             )
@@ -271,6 +271,11 @@ class FitProfiler:
         if not module.automatic_optimization:
             profile = in_children(profile)
         return with_averages(profile, trainer, self._device)
+
+    @property
+    def _updates_on_host(self) -> dict[str, bool]:
+        """Argument of `profile_model` on GPUs whose host may be offered last."""
+        return {"on_host": True} if self._device.type == "cuda" and self._options.offers_host_last else {}
 
     @property
     def _may_exchange(self) -> bool:

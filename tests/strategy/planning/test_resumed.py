@@ -18,7 +18,7 @@ from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.planner import scheduler
 from lightning_osdp.strategy.checkpointing import entries
-from lightning_osdp.strategy.planning import plan_fit, plan_request
+from lightning_osdp.strategy.planning import plan_fit, plan_request, profile_fit
 from tests.strategy.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -47,6 +47,20 @@ class Deep(Wide):
         super().__init__()
         blocks = (nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 4)) for _ in range(3))
         self.layers = nn.Sequential(*blocks)
+
+
+class Stateful(Wide):
+    """Model of several units, whose optimizer keeps more than anything else takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch.repeat(1, 64)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
 @pytest.fixture
@@ -260,3 +274,29 @@ def test_memory_that_happens_to_be_free_is_no_larger_limit(fit, resumed, monkeyp
         plan, _, is_searched = resumed(path)
         assert is_searched == is_anew
         assert plan.memory_limit_bytes == free.memory_bytes
+
+
+def test_where_nothing_else_fits_a_gpus_host_has_states_also_after_resuming(fit, monkeypatch):
+    _, _, checkpoint = fit("whole", module=Stateful(), batch_size="keep")
+    peak_bytes = Plan.load(checkpoint.with_name("osdp_plan.json")).peak_bytes
+    states_bytes = 4 * 2 * 4 * 257 * 256
+    limited = {"memory_limit": peak_bytes - states_bytes // 2, "batch_size": "keep"}
+    with pytest.raises(InfeasibleError):  # a CPU has no memory beside its own
+        fit("refused", module=Stateful(), **limited)
+    # as on a GPU
+    monkeypatch.setattr(plan_fit, "PlanRequest", lambda **given: plan_request.PlanRequest(**given | {"has_host": True}))
+    monkeypatch.setattr(profile_fit.FitProfiler, "_updates_on_host", {"on_host": True})
+    searches = []
+
+    def searched(*args, **kwargs):
+        searches.append(kwargs["search_space"].states)
+        return scheduler.make_plan(*args, **kwargs)
+
+    monkeypatch.setattr(plan_request, "make_plan", searched)
+    trainer, _, checkpoint = fit("hosted", module=Stateful(), **limited)
+    assert searches == [("device",), ("device", "host")]
+    places = {unit.treatments[0]["states"] for unit in trainer.strategy.plan.units}
+    assert "host" in places
+    assert trainer.strategy.plan.peak_bytes <= limited["memory_limit"]
+    fit("resumed", module=Stateful(), ckpt_path=checkpoint, max_epochs=2, **limited)
+    assert len(searches) == 2  # the checkpoint's plan is what would be planned for
