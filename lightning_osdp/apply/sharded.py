@@ -123,7 +123,7 @@ class ShardedModel:
                 child.set_reduce_scatter_unused_params(True, recurse=False)
         hosted = [access.group_of(unit.handle) for unit in self.units if effects_of(unit.treatment).updates_on_host]
         shards = (shard for group in hosted if group is not None for shard, _ in access.parameters_of(group))
-        self.host = HostRows(shards, device, (parameter.sharded_param for parameter in self._on_host))
+        self.host = HostRows(shards, device, self._on_host)
         self._ahead = UpdatesAhead(self.host, device)
         self._ahead.room_bytes = _room_on_host(plan)
         self._set_prefetch()

@@ -111,6 +111,14 @@ def test_a_slower_device_takes_longer_and_float32_longer_than_bfloat16(towers, a
     assert step_s("4 a100-40") < step_s("4 a100-40", "--precision", "32-true")
 
 
+@pytest.mark.parametrize(("precision", "itemsize"), [("bf16-mixed", 4), ("bf16-true", 2)])
+def test_weights_and_states_at_rest_have_the_one_dtype_of_a_true_precision(towers, answer, precision, itemsize):
+    found = answer(*ARGUMENTS, "--batch", "64", "--strategy", "OSDP", "--precision", precision)
+    shard_bytes, parts = found["model"]["num_parameters"] * itemsize / 4, found["plan"]["peak_parts"]
+    assert parts["parameter shards"] == pytest.approx(shard_bytes, rel=0.01)
+    assert parts["optimizer state"] == pytest.approx(2 * shard_bytes, rel=0.01)
+
+
 def test_settings_and_data_are_the_modules(towers, answer):
     found = answer("estimate", "towers:WithData", "--machine", "2 l4", "--settings", '{"width": 256, "depth": 2}')
     assert len(found["plan"]["decisions"]) == 4

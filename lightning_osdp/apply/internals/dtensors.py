@@ -59,6 +59,12 @@ def num_accesses(parameter: Tensor) -> int:
     return number
 
 
+def mark_of(shard: Tensor) -> tuple[int, ...]:
+    """Mark of a shard, which is another one once somebody has written to it, or might have."""
+    rows = local(shard)
+    return id(shard), shard._version, id(rows), rows._version, num_accesses(shard)
+
+
 def _get_data(tensor: DTensor) -> Any:
     _note_access(tensor)
     return Tensor.data.__get__(tensor)  # type: ignore[attr-defined]

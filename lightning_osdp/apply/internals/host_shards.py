@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
-from lightning_osdp.apply.internals import access
+from lightning_osdp.apply.internals import access, dtensors
 
 _AHEAD = "lightning_osdp_copied_ahead"
 """Attribute of parameters: a copy of their shard for the next all-gather."""
 _COPIED = "lightning_osdp_copied"
 """Attribute of parameters: the event that marks the end of the latest copy of their shard, on CUDA."""
+_CAST = "lightning_osdp_cast"
+"""Attribute of parameters: their shard in the dtype that is gathered, and the mark of the shard when it was cast."""
 
 
 def policy(device: torch.device) -> CPUOffloadPolicy:
@@ -27,6 +30,8 @@ def policy(device: torch.device) -> CPUOffloadPolicy:
 
 def keep(module: nn.Module) -> None:
     """Has all-gathers of a unit take copies of its shard, which ``fully_shard`` has put on the host.
+
+    Copies are in the dtype that is gathered: where shards have another one, the host keeps them in both.
 
     One rank gathers nothing. There the shard is copied where an all-gather would begin, in the stream of what
     all-gathers send, and so beside what is computed until the unit is needed.
@@ -65,6 +70,13 @@ def is_kept(parameter: Any) -> bool:
     return isinstance(parameter, _OnHost)
 
 
+def tensors_of(parameter: Any) -> Iterator[Tensor]:
+    """Yields what an ``FSDPParam`` has in memory of the host, if its shard is there."""
+    yield dtensors.local(parameter.sharded_param)
+    if _CAST in vars(parameter):
+        yield vars(parameter)[_CAST][0]
+
+
 def wait_for_copies(parameters: Iterable[Any]) -> None:
     """Returns when shards are copied as far as all-gathers were issued, so that anybody may write to them."""
     for parameter in parameters:
@@ -92,10 +104,29 @@ class _OnHost(FSDPParam):
             vars(self)[_AHEAD] = self._copy()
 
     def _copy(self) -> Tensor:
-        copied = self._sharded_param_data.to(self.device, non_blocking=True, copy=True)
+        copied = self._sent().to(self.device, non_blocking=True, copy=True)
         if self.device.type == "cuda":
             vars(self)[_COPIED] = torch.cuda.current_stream(self.device).record_event()
         return copied
+
+    def _sent(self) -> Tensor:
+        """Shard in the dtype that is gathered: cast anew once somebody may have written to it."""
+        shard: Tensor = self._sharded_param_data
+        if self.param_dtype is None:
+            return shard
+        cast: Tensor | None
+        cast, known = vars(self).get(_CAST, (None, None))
+        mark = dtensors.mark_of(self.sharded_param)
+        if cast is None or known != mark:
+            # unseen by modes that count for the device
+            with torch.inference_mode(mode=False), torch.no_grad(), _disable_current_modes():
+                if cast is None or cast.shape != shard.shape:
+                    pins = self.device.type == "cuda"
+                    cast = torch.empty_like(shard, dtype=self.param_dtype, pin_memory=pins)
+                wait_for_copies([self])
+                cast.copy_(shard)
+            vars(self)[_CAST] = cast, mark
+        return cast
 
     @property
     @override
@@ -108,7 +139,7 @@ class _OnHost(FSDPParam):
             copied = self._copy()
         elif (event := vars(self).get(_COPIED)) is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
-        return [copied if self.param_dtype is None else copied.to(dtype=self.param_dtype)]
+        return [copied]
 
 
 @lru_cache

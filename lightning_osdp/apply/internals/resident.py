@@ -327,11 +327,7 @@ def _num_bytes(parameter: Any) -> int:
 
 def _marks(group: Any) -> list[tuple[int, ...]]:
     """Marks of each shard of a unit, which are others once somebody has written to it, or might have."""
-    marks: list[tuple[int, ...]] = []
-    for parameter in group.fsdp_params:
-        sharded, rows = parameter.sharded_param, parameter._sharded_local_tensor
-        marks.append((id(sharded), sharded._version, id(rows), rows._version, dtensors.num_accesses(sharded)))
-    return marks
+    return [dtensors.mark_of(parameter.sharded_param) for parameter in group.fsdp_params]
 
 
 @torch.no_grad()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.internals import dtensors
+from lightning_osdp.apply.internals import dtensors, host_shards
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.operations.optimizers import can_update_on_host, fused_on_host, states_of
 
@@ -34,15 +34,15 @@ class HostRows:
     Args:
         parameters: shards whose states are on the host.
         device: of the shards.
-        shards: those that are on the host themselves, and not updated.
+        kept: parameters, as ``fully_shard`` has them, whose shards are on the host themselves.
 
     Attributes:
         spare: memory for copies of states, by id of parameters and by name.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], device: torch.device, shards: Iterable[Tensor] = ()) -> None:
+    def __init__(self, parameters: Iterable[Tensor], device: torch.device, kept: Iterable[Any] = ()) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters}
-        self._shards = {id(shard): shard for shard in shards}
+        self._kept = {id(each.sharded_param): each for each in kept}
         self._device = device
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.spare: dict[int, dict[str, Tensor]] = {}
@@ -57,7 +57,7 @@ class HostRows:
 
     def keeps(self, parameter: object) -> bool:
         """True if a parameter is a shard that is on the host itself."""
-        return id(parameter) in self._shards
+        return id(parameter) in self._kept
 
     def held_in(self, optimizer: Optimizer) -> dict[int, Tensor]:
         """Parameters of an optimizer that the host updates, by id, in the order of its groups."""
@@ -133,7 +133,8 @@ class HostRows:
 
     def tensors(self, optimizers: Iterable[Optimizer]) -> Iterator[object]:
         """Yields what is in memory of the host: copies, shards, and states of these optimizers."""
-        yield from map(dtensors.local, self._shards.values())
+        for each in self._kept.values():
+            yield from host_shards.tensors_of(each)
         yield from self._copies.values()
         yield from self.spare.values()
         for optimizer in optimizers:

@@ -58,7 +58,7 @@ def communication_s(
 def copies_s(
     unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> float:
-    """Copies of a shard on the host to the device: of its bytes, for each all-gather of it."""
+    """Copies of a shard on the host to the device: in the dtype that is gathered, for each all-gather of it."""
     seconds = collectives_s(unit, mode, cluster=cluster, workload=workload, engine=engine)
     return seconds.get(COPY, 0.0)
 
@@ -100,7 +100,7 @@ def collective_s(
         num_bytes = engine.reduce_scatter_bytes(unit, cluster.num_ranks(over))
         return cluster.reduce_scatter_s(num_bytes, over=over) if num_bytes else 0.0
     if operation == COPY.operation:
-        return unit.parameter_bytes / cluster.num_ranks(over) * cluster.host_copy_s_per_byte
+        return unit.gathered_bytes / cluster.num_ranks(over) * cluster.host_copy_s_per_byte
     num_shards = cluster.num_ranks("node")
     num_bytes = engine.reduce_scatter_bytes(unit, num_shards) / num_shards
     return cluster.all_reduce_between_s(num_bytes) if num_bytes else 0.0

@@ -218,9 +218,14 @@ def _owned_bytes(unit: UnitProfile, world_size: int, held_elements: Sequence[int
 
 
 def _shard_bytes(unit: UnitProfile, world_size: int, *, pins: bool) -> float:
-    """Bytes of a rank's shard with its paddings, or what its tensors take where they are pinned."""
-    sizes = [float(chunk_elements(each, world_size) * each.itemsize) for each in unit.parameters]
-    sizes = sizes if unit.parameters else [unit.parameter_bytes / world_size]
+    """Bytes of a rank's shard with its paddings, also in the dtype that is gathered, or of tensors that are pinned."""
+    sizes = [
+        float(chunk_elements(each, world_size) * itemsize)
+        for each in unit.parameters
+        for itemsize in {each.itemsize, each.gathered_itemsize}
+    ]
+    if not unit.parameters:
+        sizes = [num_bytes / world_size for num_bytes in {unit.parameter_bytes, unit.gathered_bytes}]
     return float(sum(map(pinned_bytes, sizes) if pins else sizes))
 
 
@@ -284,14 +289,14 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
 
 @lru_cache(maxsize=_MOST_KNOWN)
 def _with_host_shard(unit: UnitProfile, world_size: int) -> UnitBytes:
-    """Bytes of a unit whose shard is on the host: for an all-gather, each parameter is copied, and cast where it is.
+    """Bytes of a unit whose shard is on the host, of which each all-gather takes a copy in the dtype of computing.
 
-    Copies live until all of them are sent, in the dtype of computing. One rank copies ahead, in the dtype at rest.
+    Copies of parameters live until all of them are sent. One rank copies ahead.
     """
     found = _unit_bytes(unit, world_size)
     there = replace(found, shard=0.0, host_shard=found.shard)
     if world_size == 1:
-        return replace(there, buffer=found.shard)
+        return replace(there, buffer=found.gathered, sent_shard=0.0)
     return replace(there, sent_shard=found.gathered / world_size)
 
 

@@ -22,7 +22,8 @@ On gloo q is 2 r, and the last term the sum of both.
   but for units that are sharded in the node, whose reduce-scatters are waited for.
 - Where forward leaves a shard in each node, it is cut from what was gathered, in the dtype of computing and with its
   paddings. It lives until backward has copied out what is gathered of it; under mixed precision it is copied for that.
-- A shard on the host is copied for an all-gather, and cast there if it is; the copy lives as a shard that is cast does.
+- A shard on the host is copied for an all-gather in the dtype of computing; the copy lives as that of a shard that is
+  cast does.
   On one rank it is copied where the unit would be gathered, and lives until the unit is copied out of it.
 - Where a unit is sharded in the node, each rank keeps what it has all-reduced between nodes until backward is over: of
   its own beside the reduced gradients where these have another dtype, or are added to those of earlier micro-batches.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ PRECISIONS: Mapping[str, torch.dtype | None] = {
     "bf16-true": torch.bfloat16,
     "16-mixed": torch.float16,
 }
-"""Lightning's names -> dtype in which units are gathered, computed and reduced; parameters at rest are float32."""
+"""Lightning's names -> dtype in which units are gathered, computed and reduced, and where it is true, at rest, too."""
 _OPTIMIZERS = "Let configure_optimizers need no Trainer and no values, or name an optimizer."
 NUM_SAMPLES = 2
 """Samples that are traced; bytes and seconds are affine in the number of samples."""
@@ -92,13 +93,27 @@ class DescribedModel:
         # Lightning reduces in the dtype that it computes in
         optimizers = partial(built, "optimizers of the model", _OPTIMIZERS, self.optimizers or configured_optimizers)
         step = TrainingStep(run, optimizers, ComputePrecision(dtype, reduce_dtype=dtype))
-        return profile_model(
-            self.module,
-            self.batch,
-            step,
-            rates=rates,
-            activations=activations,
-            exchanges=exchanges,
-            on_host=on_host,
-            progress=progress,
-        )
+        with _at_rest(self.module, dtype if "true" in precision else None):
+            return profile_model(
+                self.module,
+                self.batch,
+                step,
+                rates=rates,
+                activations=activations,
+                exchanges=exchanges,
+                on_host=on_host,
+                progress=progress,
+            )
+
+
+@contextmanager
+def _at_rest(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Casts parameters and buffers within the context, as Lightning casts a model that is to have one dtype."""
+    whole = [(each, each.data) for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
+    for each, data in whole:
+        each.data = data.to(dtype)
+    try:
+        yield
+    finally:
+        for each, data in whole:
+            each.data = data

@@ -68,11 +68,16 @@ def test_shards_of_frozen_units_may_be_there_whose_bytes_the_device_has_while_th
 PLACES = ("device", "host")
 
 
-def test_pinned_shards_take_powers_of_two_and_copies_are_in_the_dtype_at_rest(model, linear):
-    profile = model(linear("a", 3, 5, frozen=True), linear("b", 2, 2))
+@pytest.mark.parametrize("itemsizes", [(4,), (4, 2)])
+def test_pinned_shards_take_powers_of_two_in_the_dtypes_at_rest_and_gathered(model, linear, itemsizes):
+    frozen = linear("a", 3, 5, frozen=True)
+    parameters = tuple(dataclasses.replace(each, gathered_itemsize=itemsizes[-1]) for each in frozen.parameters)
+    profile = model(dataclasses.replace(frozen, parameters=parameters), linear("b", 2, 2))
     found = step_of(profile)
     modes = (DP, ZDP.but(shard="host"), ZDP)
-    sizes = [4 * chunk_elements(each, 2) for each in found.units[1].parameters]
+    sizes = [size * chunk_elements(each, 2) for each in found.units[1].parameters for size in itemsizes]
+    (_, size, _) = FSDP2().layout_in(found, modes).units
+    assert (size.host_shard, size.sent_shard) == (4 * (6 * 5 // 4 + 1 + 3), itemsizes[-1] * 11)
     assert host_bytes(found, modes) == sum(sizes)
     pinned = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, host_copies_overlap=True))
     powers = [next(2**k for k in range(9) if 2**k >= size) for size in sizes]

@@ -14,6 +14,9 @@ from lightning_osdp import OSDPPrecision, OSDPStrategy, SearchSpace, profile_mod
 from lightning_osdp.apply import host_rows_of, local
 from lightning_osdp.apply.internals import host_shards
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
+from lightning_osdp.planner.cost import host_bytes
+from lightning_osdp.planner.simulation.plan import planned_step
+from lightning_osdp.profiler import ComputePrecision, TrainingStep, tensors_in
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.fits import (
     PROFILED,
@@ -228,12 +231,15 @@ def written():
     for callback in (Doubling, lambda: Writing(_gathered, "on_train_batch_start")):
         states = [ran(made(), each, callbacks=[callback()], max_steps=4)[1] for each in (device, host)]
         found.append(differs(*states))
+    low = {"callbacks": [Doubling()], "max_steps": 4, "precision": "bf16-mixed"}
+    states = [ran(made(dtype=torch.float32), each, **low)[1] for each in planned(dtype=torch.float32)]
+    found.append(differs(*states))
     return found, failure(lambda: ran(made(Teacher), host, max_steps=4))
 
 
 def test_writes_to_frozen_weights_count_in_hooks_and_are_refused_in_steps(ranks):
     for found, (kind, text) in ranks(2).run(written):
-        assert found == [0.0, 0.0]
+        assert found == [0.0, 0.0, 0.0]
         assert kind == "ConfigurationError"
         assert (
             "Expected a step to leave parameters as they are whose shards are on the host, but it has written" in text
@@ -283,29 +289,52 @@ class Wide(Adapters):
 
 
 def predicted_and_counted(modes, num_micro_batches, precision):
-    """Peaks predicted and counted, and other tensors, of shards on the device and on the host; and bytes of these."""
-    world_size = dist.get_world_size()
+    """Peaks predicted and counted, and other tensors, of shards on the device and on the host; bytes of these; and the
+    host's memory, predicted and counted.
+    """
     device, host = planned(Wide, modes, torch.float32, num_micro_batches)
-    module = made(Wide, torch.float32)
-    profile, found = profile_model(module, next(iter(module.loader(0, 1))), rates=STATED_RATES, **PROFILED), []
+    cluster = stated_cluster(dist.get_world_size())
+    profile, found = profiled(made(Wide, torch.float32), precision), []
     for each in (device, host):
-        predicted = simulate(each, profile, stated_cluster(world_size)).peak
+        predicted = simulate(each, profile, cluster).peak
         options = {"accumulate_grad_batches": num_micro_batches, "precision": precision}
         fit = fitted(OSDPStrategy(plan=each), made(Wide, torch.float32), **options)
         (check,) = (callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
         found.append((predicted.peak_bytes, check.measured.peak_bytes, check.measured.other_bytes))
     rows = host_rows_of(fit.lightning_module)
-    held = sum(local(each).nbytes for each in fit.lightning_module.parameters() if rows.keeps(each))
-    return found, held
+    held = [local(each) for each in fit.lightning_module.parameters() if rows.keeps(each)]
+    there = sum(each.untyped_storage().nbytes() for each in tensors_in([*rows.tensors(fit.optimizers)]))
+    return found, sum(each.nbytes for each in held), (host_bytes(*planned_step(host, profile, cluster)), there)
+
+
+def profiled(module, precision):
+    """Profile by stated rates in a precision."""
+    dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+
+    def run(batch):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            return module.training_step(batch, 0)
+
+    rates = dataclasses.replace(STATED_RATES, flops_per_s={**STATED_RATES.flops_per_s, "bfloat16": 1e10})
+    step = TrainingStep(run, None, ComputePrecision(dtype, (nn.BatchNorm1d,), dtype))
+    return profile_model(module, next(iter(module.loader(0, 1))), step, rates=rates, **PROFILED)
 
 
 @pytest.mark.parametrize(
-    ("number", "modes", "num_micro_batches"),
-    [(1, "zdp", 1), (2, "zdp", 1), slow(1, "mixed", 2), slow(2, "mixed", 2), slow(4, "zdp", 1)],
+    ("number", "modes", "num_micro_batches", "precision"),
+    [
+        (1, "zdp", 1, "bf16-mixed"),
+        (2, "zdp", 1, "32-true"),
+        slow(1, "zdp", 1, "32-true"),
+        slow(1, "mixed", 2, "32-true"),
+        slow(2, "mixed", 2, "bf16-mixed"),
+        slow(4, "zdp", 1, "32-true"),
+    ],
 )
-def test_the_peak_is_without_shards_on_the_host(ranks, number, modes, num_micro_batches):
-    arguments = {"modes": modes, "num_micro_batches": num_micro_batches, "precision": "32-true"}
-    (device, ours), held = ranks(number).run(predicted_and_counted, **arguments)[0]
+def test_the_peak_is_without_shards_on_the_host(ranks, number, modes, num_micro_batches, precision):
+    arguments = {"modes": modes, "num_micro_batches": num_micro_batches, "precision": precision}
+    (device, ours), held, (predicted, there) = ranks(number).run(predicted_and_counted, **arguments)[0]
+    assert predicted == there >= held * (1.4 if precision == "bf16-mixed" else 1)
     frozen_bytes = sum(each.nbytes for each in made(Wide, torch.float32).parameters() if not each.requires_grad)
     assert held == pytest.approx(frozen_bytes / number, rel=0.05)
     for predicted, counted, _ in (device, ours):
