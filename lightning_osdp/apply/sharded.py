@@ -322,7 +322,7 @@ class ShardedModel:
         # shards take over writes to unsharded parameters before the optimizer changes them
         self.reshard(may_write=False)
         self._agreement.settle(optimizer)
-        share_gradients(optimizer)
+        share_gradients(optimizer, self._meshes.device)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Context for calls of ``step()`` of an optimizer, with or without a closure."""

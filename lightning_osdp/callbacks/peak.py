@@ -161,14 +161,15 @@ class AllocatorWatch:
 def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterable[Tensor]:
     """Yields tensors that live between steps: shards, resident units, gradients, optimizer states and buffers.
 
-    States and shards on the host are left out.
+    States and shards on the host are left out, and gradients of these shards.
     """
     assert model is not None
     host = host_rows_of(model)
     yield from (whole for whole in whole_storages(model) if whole.untyped_storage().nbytes())
     for parameter in model.parameters():
-        if not host.keeps(parameter):
-            yield local(parameter).data  # that of a DTensor would count as a write
+        if host.keeps(parameter):
+            continue
+        yield local(parameter).data  # that of a DTensor would count as a write
         if parameter.grad is not None:
             yield parameter.grad
     yield from model.buffers()

@@ -51,7 +51,7 @@ class Estimate:
     on_device: Plan | None
     """OSDP's plan with all of its units on the device, where ``plan`` has some on the host; None where none fits."""
     all_on_host: Plan | None
-    """OSDP's plan with all states and frozen shards on the host, likewise."""
+    """OSDP's plan with all states and shards on the host, likewise."""
     why_not: str
     """Reason why no plan of OSDP's fits, with a remedy; empty where one does."""
     by_hand: Sequence[HandMade]
@@ -87,11 +87,8 @@ class Estimate:
         """Table of OSDP's plan, and those with nothing and everything on the host, above the strategies by hand."""
         rows = [] if self.plan is None else [_row(OSDP, self.plan, self.plan)]
         if self.plan is not None and _on_host(self.plan):
-            all_on_host = "all states on the host"
-            if any(unit.gradient_bytes == 0 for unit in self.plan.units):
-                all_on_host = "all states and frozen shards there"
             rows.append(_row(f"{OSDP} without the host", self.on_device, self.plan))
-            rows.append(_row(all_on_host, self.all_on_host, self.plan))
+            rows.append(_row(f"{OSDP} with all on the host", self.all_on_host, self.plan))
         rows += [_row(each.name, each, self.plan) for each in self.by_hand]
         gain = () if self.plan is None else ("OSDP over it",)
         headings = ("micro-batch", "step", "samples/s", *gain, "peak")
@@ -124,11 +121,11 @@ class Estimate:
         yield f"Between forward and backward it keeps {tell_kept(plan)}{recomputing}."
         if self.plan is not None and self.host_limit_bytes is not None:
             updated = sum(bool(unit.gradient_bytes) for unit in plan.units)
-            frozen = [unit for unit in plan.units if unit.parameter_bytes and not unit.gradient_bytes]
-            kept = sum(any(effects_of(each).shard_on_host for each in unit.treatments) for unit in frozen)
-            shards = f" and has the shards of {kept} of {len(frozen)} frozen ones" if frozen else ""
+            units = [unit for unit in plan.units if unit.parameter_bytes]
+            kept = sum(any(effects_of(each).shard_on_host for each in unit.treatments) for unit in units)
             yield (
-                f"The host updates {len(_hosted(plan))} of {updated} units{shards}, for which it takes"
+                f"The host updates {len(_hosted(plan))} of {updated} units and has the shards of {kept} of"
+                f" {len(units)}, for which it takes"
                 f" {format_bytes(plan.host_bytes)} of its memory for each GPU; each may take"
                 f" {format_bytes(self.host_limit_bytes)}."
             )

@@ -80,7 +80,7 @@ def estimate(
             last, is what all of them do.
         stationary: whether OSDP may have activations of operators move in place of their weights.
         memory: limit of one rank, as in 70GiB; by default what the device has, less what is not for tensors.
-        host_memory: memory of each host in which OSDP may keep states of the optimizer and shards of frozen units, as
+        host_memory: memory of each host in which OSDP may keep states of the optimizer and shards of units, as
             in 256GiB; by default all are on the devices.
         batch: samples per rank and micro-batch; by default those with the most samples/s.
         global_batch: samples of all ranks in an optimizer step, divided into the fastest micro-batches.

@@ -30,7 +30,9 @@ class Subject:
     may_exchange: bool = True
     """True if its operators can work on their parts of all ranks' activations, as an `Exchange` says."""
     may_leave: bool = True
-    """True if its shard may be on the host between steps: nothing of the unit is trained."""
+    """True if its shard may be on the host between steps: all or nothing of the unit is trained."""
+    may_leave_alone: bool = True
+    """True if its shard may be there without states: nothing of the unit is trained."""
     may_stay: bool = True
     """True if its unsharded weights stay right from one step to the next, for nothing of the unit is trained."""
     may_wait: bool = True
@@ -100,9 +102,13 @@ def _states_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
 
 
 def _shard_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
-    """Tells if the shard can be there: on the host that of units alone that are gathered from all ranks each time."""
-    gathers = treatment["moves"] == "weights" and treatment["keep"] != "always"
-    return value == "device" or (subject.may_leave and gathers and treatment["home"] == "all")
+    """Tells if the shard can be there: on the host that of units alone that are gathered from all ranks each time.
+
+    Units that are trained must have their states there, too.
+    """
+    gathers = treatment["moves"] == "weights" and treatment["keep"] != "always" and treatment["home"] == "all"
+    may_leave = subject.may_leave and (subject.may_leave_alone or treatment["states"] == "host")
+    return value == "device" or (may_leave and gathers)
 
 
 LEVELS = ("selective_1", "selective_2", "selective_3", "selective_4")

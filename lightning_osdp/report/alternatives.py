@@ -96,7 +96,7 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
     blocks = [block for block in profile.blocks if is_inside(operator, [block.name])]
     block = blocks[0].name if blocks else ""
     planned = planned_activations(plan, profile).get(block, KEEP)
-    # frozen units have states on the device, and trained ones their shard
+    # frozen units have states on the device
     states = {*space.states, *(each["states"] for each in unit.treatments)}
     shards = {*space.shards, *(each["shard"] for each in unit.treatments)}
     usual = {*SearchSpace().saves, *space.saves, *(each.activations for each in plan.blocks)}

@@ -101,7 +101,11 @@ def _explain_host(units: Sequence[Unit]) -> str:
     effects = [effects_of(each) for each in units[0].treatments]
     if not any(each.is_on_host for each in effects):
         return ""
-    does = "the host updates it" if any(each.updates_on_host for each in effects) else "its shard is on the host"
+    told = {
+        "the host updates it": any(each.updates_on_host for each in effects),
+        "its shard is on the host": any(each.shard_on_host for each in effects),
+    }
+    does = " and ".join(text for text, is_so in told.items() if is_so)
     if not units[0].menu:
         return f"; {does}"
     there = [unit.cost().beyond(unit.cost(*map(on_device, unit.treatments))) for unit in units]

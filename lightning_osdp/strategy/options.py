@@ -205,7 +205,7 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
 
 
 def pop_cpu_offload(fsdp_kwargs: dict[str, Any], search_space: SearchSpace) -> SearchSpace:
-    """Removes ``cpu_offload``; where it is set, all states and frozen shards are to be on the host.
+    """Removes ``cpu_offload``; where it is set, all states and shards are to be on the host.
 
     Raises:
         ConfigurationError: it is wrong, or the search space says something else of the host.
@@ -217,7 +217,7 @@ def pop_cpu_offload(fsdp_kwargs: dict[str, Any], search_space: SearchSpace) -> S
         return search_space
     if "host" in (*search_space.states, *search_space.shards):
         raise ConfigurationError(
-            "Expected cpu_offload=True, which has all states of optimizers and shards of frozen units on the host, or"
+            "Expected cpu_offload=True, which has all states of optimizers and shards of units on the host, or"
             " 'host' in SearchSpace(states=..., shards=...), which has there what memory_limit asks for, got both."
             " Leave one of them out."
         )

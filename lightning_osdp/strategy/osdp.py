@@ -68,7 +68,7 @@ class OSDPStrategy(FSDPStrategy):
             activations, buffers and the batch. A percentage such as ``"90%"`` is of what is free on the GPU, or of the
             rank's share of the machine's available memory on CPU; None: all of that, with ``batch_size="scale"`` 95%.
         host_memory_limit: bytes of the host's memory, as an int or a text, that a rank may take for optimizer states
-            that are there, with copies of shards and gradients, for shards of frozen units, and for activations that
+            that are there, with copies of shards and gradients, for shards of units, and for activations that
             blocks offload; None: the rank's share of what is free on its machine.
         plan: a `Plan`, or the path of one or of a checkpoint that was trained under one, that is used as it is:
             nothing is profiled, `search`, `search_space` and `cost_model` have no effect, and the other options must
@@ -104,8 +104,8 @@ class OSDPStrategy(FSDPStrategy):
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
         **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``, as far as ``fully_shard`` has a counterpart.
-            ``cpu_offload=True`` has the host update all that is trained, with optimizer states in the host's memory,
-            where shards of frozen units are, too; other shards, and gradients, stay on the device.
+            ``cpu_offload=True`` has the host update all that is trained, with optimizer states, shards and their
+            gradients in the host's memory.
 
     Raises:
         ConfigurationError: an option cannot be used, or the plan decides what one of ``fsdp_kwargs`` asks for.

@@ -250,21 +250,23 @@ def offload(device: torch.device) -> Iterator[Finding]:
 
 
 def host_updates(device: torch.device) -> Iterator[Finding]:
-    """Steps with states of the optimizer on the host, updated there beside backward or after, against none there."""
-    found: dict[tuple[str, bool], tuple[list[Tensor], int, float]] = {}
-    for place, is_ahead in (("device", False), ("host", False), ("host", True)):
+    """Steps with states, and shards, on the host, updated there beside backward or after, against none there."""
+    found: dict[tuple[str, str, bool], tuple[list[Tensor], int, float]] = {}
+    on_host = [("host", shard, is_ahead) for shard in ("device", "host") for is_ahead in (False, True)]
+    for place, shard_place, is_ahead in (("device", "device", False), *on_host):
         plan = mixed_plan(made("gpt"), 1, num_samples_on(device))
-        plan = replace(plan, units=tuple(unit.treated(states=place) for unit in plan.units))
+        plan = replace(plan, units=tuple(unit.treated(states=place, shard=shard_place) for unit in plan.units))
         with fake_group(1), peak_of(device) as peak:
             step = Step(made("gpt"), plan, device=device)
+            peak.leave_out(tensors_in([*step.sharded.host.tensors(())]))
             step.sharded.begin_fit(updates_ahead=is_ahead)
             step_s = _third_s(step, peak, device)
             weights = [local(shard).detach().cpu() for shard in step.sharded.shards]
-        found[place, is_ahead] = weights, peak.num_bytes, step_s
-    others, device_bytes, device_s = found["device", False]
+        found[place, shard_place, is_ahead] = weights, peak.num_bytes, step_s
+    others, device_bytes, device_s = found["device", "device", False]
     states_bytes = 2 * sum(weight.nbytes for weight in others)
-    for is_ahead in (False, True):
-        ours, own_bytes, own_s = found["host", is_ahead]
+    for place, shard_place, is_ahead in on_host:
+        ours, own_bytes, own_s = found[place, shard_place, is_ahead]
         apart = max(float((one - other).abs().max()) for one, other in zip(ours, others, strict=True))
         numbers = {
             "weights_apart": apart,
@@ -274,7 +276,8 @@ def host_updates(device: torch.device) -> Iterator[Finding]:
             "more_ms": (own_s - device_s) * 1e3,
         }
         is_good = apart <= 1e-5 and device_bytes - own_bytes >= 0.95 * states_bytes
-        yield Finding(f"states on the host{', updated beside backward' if is_ahead else ''}", is_good, numbers)
+        what = "states" if shard_place == "device" else "states and shards"
+        yield Finding(f"{what} on the host{', updated beside backward' if is_ahead else ''}", is_good, numbers)
 
 
 def host_shards(device: torch.device) -> Iterator[Finding]:

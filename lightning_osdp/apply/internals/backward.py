@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_osdp.apply.internals import access, dtensors, gathering, resident
+from lightning_osdp.apply.internals import access, dtensors, gathering, host_shards, resident
 from lightning_osdp.operations.stationary.exchanges import is_in_torch_func
 
 
@@ -298,7 +300,8 @@ def sharded_zeros(group: Any) -> Iterator[tuple[nn.Parameter, DTensor]]:
     """Pairs of a trainable parameter and a gradient of zeros, with the layout that a reduce-scatter gives."""
     for parameter in group.fsdp_params:
         if parameter.sharded_param.requires_grad:
-            zeros = torch.zeros_like(parameter._sharded_local_tensor)
+            with _disable_current_modes() if host_shards.is_kept(parameter) else nullcontext():  # which count
+                zeros = torch.zeros_like(parameter._sharded_local_tensor)
             yield parameter.sharded_param, parameter.to_sharded_dtensor(zeros)
 
 

@@ -1,8 +1,9 @@
-"""Shards in memory of the host, of which each all-gather takes a copy on the device."""
+"""Shards in memory of the host, of which each all-gather takes a copy on the device, and their gradients there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
@@ -36,8 +38,8 @@ def keep(module: nn.Module) -> None:
     One rank gathers nothing. There the shard is copied where an all-gather would begin, in the stream of what
     all-gathers send, and so beside what is computed until the unit is needed.
 
-    On CPU, memory of the host is that of the device: shards are copied all the same, and callers see to it that nobody
-    counts them as the device's. [Unvalidated on CUDA: run on CPU alone.]
+    On CPU, memory of the host is that of the device: shards and gradients are copied all the same, and callers see to
+    it that nobody counts them as the device's. [Unvalidated on CUDA: run on CPU alone.]
     """
     group = access.group_of(module)
     if group is None:
@@ -73,8 +75,30 @@ def is_kept(parameter: Any) -> bool:
 def tensors_of(parameter: Any) -> Iterator[Tensor]:
     """Yields what an ``FSDPParam`` has in memory of the host, if its shard is there."""
     yield dtensors.local(parameter.sharded_param)
+    if parameter.sharded_param.grad is not None:
+        yield dtensors.local(parameter.sharded_param.grad)
     if _CAST in vars(parameter):
         yield vars(parameter)[_CAST][0]
+
+
+def copies_gradients(group: Any) -> bool:
+    """True if gradients of a unit are to be copied to memory of the host here: torch does so where that is another."""
+    return group.device.type == "cpu" and any(
+        is_kept(each) and not getattr(each.sharded_param, "_post_accumulate_grad_hooks", None)
+        for each in group.fsdp_params
+    )
+
+
+@torch.no_grad()
+def add_gradient(shard: Tensor, gradient: DTensor, *, is_kept: bool) -> None:
+    """Sets the gradient of a shard, or adds to it; that of one on the host there, unseen by modes that count."""
+    with _disable_current_modes() if is_kept else nullcontext():
+        if shard.grad is not None:
+            dtensors.local(shard.grad).add_(gradient._local_tensor)
+            return
+        if is_kept:
+            gradient._local_tensor = gradient._local_tensor.clone()
+        shard.grad = gradient
 
 
 def wait_for_copies(parameters: Iterable[Any]) -> None:

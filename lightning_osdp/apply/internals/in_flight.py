@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
-from lightning_osdp.apply.internals import access
+from lightning_osdp.apply.internals import access, host_shards
 from lightning_osdp.operations.reduce_scatter import ReduceScatter, add_up, can_add_up, is_by_gloo, scatter
 from lightning_osdp.planner.engine import REDUCTIONS_IN_FLIGHT
 
@@ -84,12 +84,15 @@ class ReduceScatters:
         self._in_flight.append(begun)
 
     def _post_backward(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        aside = _Aside(group) if host_shards.copies_gradients(group) else None
         try:
             post_backward(*unused)
         finally:
             latest, self._latest = self._latest, None
             if latest is not None:
                 latest.put_aside()
+            if aside is not None:
+                aside.put_back()
         if latest is None:
             self._on_reduced(group)
 
@@ -127,6 +130,22 @@ def _is_taken_up(group: Any) -> bool:
         or group._all_reduce_hook is not None
         or any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in group.fsdp_params)
     )
+
+
+class _Aside:
+    """Gradients of shards on the host, which are put aside while torch sets others on the device."""
+
+    def __init__(self, group: Any) -> None:
+        self._before = [(each.sharded_param, each.sharded_param.grad) for each in host_shards.kept([group])]
+        for shard, _ in self._before:
+            shard.grad = None
+
+    def put_back(self) -> None:
+        """Adds to them what torch has set."""
+        for shard, before in self._before:
+            gradient, shard.grad = shard.grad, before
+            if gradient is not None:
+                host_shards.add_gradient(shard, gradient, is_kept=True)
 
 
 class _Begun:
@@ -173,9 +192,6 @@ class _Begun:
         parts = [gradient._local_tensor for _, gradient in self._gradients]
         if parts and parts[0].dtype != self._output.dtype:  # parts of what torch has cast before it was there
             parts[0].as_strided(self._output.shape, self._output.stride(), 0).copy_(self._output)
-        for (parameter, gradient), part in zip(self._gradients, parts, strict=True):
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                assert isinstance(parameter.grad, DTensor)
-                parameter.grad._local_tensor += part
+        is_kept = host_shards.copies_gradients(self.group)
+        for parameter, gradient in self._gradients:
+            host_shards.add_gradient(parameter, gradient, is_kept=is_kept)

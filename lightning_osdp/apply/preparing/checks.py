@@ -163,16 +163,19 @@ def _check_exchanges(plan: Plan, module: nn.Module) -> None:
 
 
 def _check_host_shards(plan: Plan, modules: dict[str, nn.Module]) -> None:
-    """Raises a `ConfigurationError` where the shard of a unit is to be on the host, and the unit is trained."""
+    """Raises a `ConfigurationError` where a unit whose shard is to be on the host is trained in part, or not there."""
     for unit in plan.units:
-        if not any(effects_of(each).shard_on_host for each in unit.treatments):
+        effects = [effects_of(each) for each in unit.treatments if effects_of(each).shard_on_host]
+        if not effects:
             continue
-        parameters = ((name, each) for name in unit.operators for each in modules[name].named_parameters(recurse=False))
-        trained = next((f"{name}.{own}" for name, (own, each) in parameters if each.requires_grad), None)
-        if trained is not None:
+        parameters = [(name, each) for name in unit.operators for each in modules[name].named_parameters(recurse=False)]
+        trained = [f"{name}.{own}" for name, (own, each) in parameters if each.requires_grad]
+        is_updated = all(each.updates_on_host for each in effects)
+        if trained and not (is_updated and len(trained) == len(parameters)):
             raise ConfigurationError(
-                f"Expected nothing to be trained of unit {unit.name!r}, whose shard the plan has on the host, but"
-                f" {trained!r} is. Freeze it with requires_grad_(False), or plan anew by leaving out `plan=`."
+                f"Expected nothing to be trained of unit {unit.name!r}, whose shard the plan has on the host, or all of"
+                f" it with states on the host, but {trained[0]!r} is. Freeze it with requires_grad_(False), or plan"
+                " anew by leaving out `plan=`."
             )
 
 

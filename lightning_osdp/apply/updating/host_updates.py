@@ -76,13 +76,15 @@ class HostRows:
             )
 
     def take(self, pairs: Sequence[tuple[DTensor, DTensor]]) -> list[Stepped]:
-        """Copies rows of parameters, and of their gradients, to the host; returns when all are there."""
-        stepped = self.places(pairs)
-        self.fill(stepped, pairs)
-        return stepped
+        """Copies rows of parameters, and of gradients, to the host where they are not; returns when all are there."""
+        away = [pair for pair in pairs if not self.keeps(pair[0])]
+        stepped = self.places(away)
+        self.fill(stepped, away)
+        there = (pair for pair in pairs if self.keeps(pair[0]))
+        return [*stepped, *(Stepped(each, dtensors.local(each), dtensors.local(grad)) for each, grad in there)]
 
     def places(self, pairs: Sequence[tuple[DTensor, DTensor]]) -> list[Stepped]:
-        """Returns the memory that `take` copies to, which is made where it is not there."""
+        """Returns memory for copies of rows of parameters, and of gradients, which is made where it is not there."""
         for parameter, gradient in pairs:
             if id(parameter) not in self._copies:
                 rows, gradient_rows = (
@@ -103,7 +105,13 @@ class HostRows:
     def give_back(self, stepped: Iterable[Stepped]) -> None:
         """Copies rows back to the device, where all that is computed later finds them."""
         for each in stepped:
-            dtensors.local(each.parameter).copy_(each.rows, non_blocking=True)
+            if each.rows is not dtensors.local(each.parameter):
+                dtensors.local(each.parameter).copy_(each.rows, non_blocking=True)
+
+    def bytes_beside(self, parameters: Iterable[DTensor]) -> int:
+        """Bytes of copies of shards that are on the host, and of their gradients: those so far, with these."""
+        keys = {id(each) for each in parameters} | self._copies.keys()
+        return sum(2 * dtensors.local(self._parameters[key]).nbytes for key in keys & self._kept.keys())
 
     def fused(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Has groups compute in torch's fused way within the context, where torch would choose it on a GPU."""

@@ -32,8 +32,8 @@ _TOLERANCE = 0.05
 third."""
 
 
-def share_gradients(optimizer: Optimizer) -> None:
-    """Copies gradients of scalars, which each rank has all of, from rank 0. Call it on all ranks.
+def share_gradients(optimizer: Optimizer, device: torch.device) -> None:
+    """Copies gradients of scalars, which each rank has all of, from rank 0 by way of a device. Call it on all ranks.
 
     Each rank has added them up in an order of its own: rounding would drive the ranks' scalars apart.
     """
@@ -42,7 +42,7 @@ def share_gradients(optimizer: Optimizer) -> None:
     for gradient in (dtensors.local(p.grad) for p in scalars if p.grad is not None):
         by_dtype[gradient.dtype].append(gradient)
     for gradients in by_dtype.values():
-        shared = torch.stack(gradients)
+        shared = torch.stack([each.to(device) for each in gradients])
         dist.broadcast(shared, src=0)
         torch._foreach_copy_(gradients, list(shared.unbind()))
 

@@ -84,7 +84,7 @@ class UpdatesAhead:
         device: of their shards.
 
     Attributes:
-        room_bytes: most bytes of copies of states; None: as many as there are.
+        room_bytes: most bytes of copies of states, and of shards that are on the host; None: as many as there are.
         num_taken: number of updates of parameters that steps have taken.
     """
 
@@ -244,7 +244,8 @@ class UpdatesAhead:
             found[id(parameter)] = copies
         new = {key: {name: of for name, (_, of) in each.items() if of is not None} for key, each in found.items()}
         places = (place for each in {**spare, **new}.values() for place in each.values())
-        if self.room_bytes is not None and sum(place.nbytes for place in places) > self.room_bytes:
+        taken_bytes = sum(place.nbytes for place in places) + self._host.bytes_beside(parameters)
+        if self.room_bytes is not None and taken_bytes > self.room_bytes:
             return None
         spare.update(new)
         return found
@@ -288,7 +289,7 @@ class UpdatesAhead:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_event(ready)
+        ready.synchronize()  # rows and gradients on the host are read by no stream
         with torch.cuda.stream(self._stream):
             yield
 

@@ -99,10 +99,11 @@ class LeastSeconds:
         self._blocks = Counter(self._ways(block, choices) for block in blocks)
         """Number of blocks that have these ways."""
         # units that have on the device what may be on the host hold that
-        may_leave = any(effects_of(mode).shard_on_host for mode in setting.modes)
+        leaving = [effects_of(mode) for mode in setting.modes if effects_of(mode).shard_on_host]
+        trained_leave = any(each.updates_on_host for each in leaving)
         hosted = bool(setting.costs.hosted)
         sharded = sum(
-            (each.parameter_bytes if each.num_trainable or not may_leave else 0)
+            (0 if leaving and (trained_leave or not each.num_trainable) else each.parameter_bytes)
             + (0 if hosted else each.optimizer_bytes)
             for each in profile
         )

@@ -275,7 +275,7 @@ class Costs:
             return replace(
                 subject,
                 has_host=subject.has_host and "states" in has_room,
-                may_leave=subject.may_leave and "shard" in has_room,
+                may_leave=subject.may_leave and not has_room.isdisjoint({"shard", "shard of states"}),
             )
         return subject
 
@@ -293,10 +293,16 @@ class Costs:
         """Treatments that are offered and apply; where the host is short of room, states there are over all ranks."""
         modes = dict.fromkeys(mode.within(subject) for mode in self._setting.modes)
         if subject.may_leave and self._all_leave:
-            modes = dict.fromkeys(mode for mode in modes if effects_of(mode).shard_on_host)
+            modes = dict.fromkeys(mode for mode in modes if self._leaves(subject, mode))
         if self._room_on_host is not None:
             modes = dict.fromkeys(mode for mode in modes if not {"states", "home"} <= mode.keys())
         return tuple(mode.but(saves=choice) for choice in choices for mode in modes)
+
+    @staticmethod
+    def _leaves(subject: Subject, mode: Treatment) -> bool:
+        """Tells if a unit's shard is on the host, or has to be where the states are that stay on the device."""
+        effects = effects_of(mode)
+        return effects.shard_on_host or not (subject.may_leave_alone or effects.updates_on_host)
 
     @cached_property
     def _all_leave(self) -> bool:
@@ -310,7 +316,8 @@ class Costs:
         """Axes and units with room on the host for all of them together; None where the host has room for everything.
 
         Copies of what blocks save have it first, for they free as much of the device as they take there, and so do
-        shards, and states half of that; then the largest, for many small units cannot free what a large one does.
+        frozen shards, and states half of that; then the largest, for many small units cannot free what a large one
+        does. Room for the copies that updates of a unit need is room for its shard, too.
         """
         setting = self._setting
         if setting.host_room_bytes is None:
@@ -326,13 +333,19 @@ class Costs:
             if unit.name in setting.moving:
                 continue
             if unit.gradient_bytes:
-                sizes["states", unit.name] = layout([unit], optimizer, ranks, on_host=[True], pins=pins).host
+                states, both = (
+                    layout([unit], optimizer, ranks, on_host=[True], shards_on_host=[has_shard], pins=pins).host
+                    for has_shard in (False, True)
+                )
+                sizes["states", unit.name] = states
+                if may_leave:
+                    sizes["shard of states", unit.name] = max(0.0, both - states)
             elif may_leave:
                 sizes["shard", unit.name] = layout([unit], optimizer, ranks, shards_on_host=[True], pins=pins).host
         left, found = setting.host_room_bytes + ROUNDING_BYTES - host_bytes(setting), []
-        order = ("saves", "shard", "states")
+        order = ("saves", "shard", "states", "shard of states")
         for key in sorted(sizes, key=lambda key: (order.index(key[0]), -sizes[key])):
-            if sizes[key] <= left:
+            if sizes[key] <= left and (key[0] != "shard of states" or ("states", key[1]) in found):
                 left -= sizes[key]
                 found.append(key)
         return frozenset(found)
@@ -409,7 +422,7 @@ class Costs:
         if step.is_paper:
             return terms_s
         rent = step.host_rent_s_per_byte
-        return terms_s + more_optimizer_s(step.profile, step.cluster, unit, mode, host_rent_s_per_byte=rent)
+        return terms_s + more_optimizer_s(step, unit, mode, host_rent_s_per_byte=rent)
 
     def _term_s(self, name: str, unit: UnitProfile, mode: Treatment) -> float:
         """Seconds of one term, which is found once for all micro-batch sizes where samples have no say in it."""

@@ -22,7 +22,8 @@ its shard, state and reduced gradient are those of one of m ranks in place of N.
 too, which is left out.
 
 Where the states of a unit, or its shard, may be on the host, floor_k is without them, and the unit holds them at every
-k where they are on the device. Temporaries of updates are left out, and that less is copied for all-gathers then.
+k where they are on the device, and with a shard its reduced gradient. Temporaries of updates are left out, and that
+less is copied for all-gathers then.
 
 Where a unit is a block that may recompute or offload, it saves A_u bytes beyond the fewest that it may save, from where
 forward has left it to where backward comes back: they count as x_u P_u does. floor_k is then the largest moment of
@@ -142,6 +143,8 @@ class StepMemory:
     """Bytes of each unit's shard, state and reduced gradient, in the order of all units, by the ranks that the unit is
     sharded over and by whether its states, and its shard, are on the host: beyond those over all ranks, with both on
     the host where they may be. Empty where none can differ."""
+    reduced_bytes: tuple[float, ...] = ()
+    """s of each, which is on the host where the shard is; empty where none may be there."""
     exchanged_bytes: Mapping[tuple[int, str], float] = field(default_factory=dict)
     """E of each unit that may move activations, by its position among all units and the ranks that it is over."""
 
@@ -168,7 +171,7 @@ class StepMemory:
         left = self._left_bytes(place, effects)
         always = self.more_states_bytes(self.order[place], mode) + (left if effects.stays else 0.0)
         if effects.holds_whole_gradients:
-            always += self.whole_bytes[place]
+            always += self.whole_bytes[place] + (self.reduced_bytes[place] if effects.shard_on_host else 0.0)
         return Held(saved if effects.stays else saved + left, always)
 
     def _left_bytes(self, place: int, effects: Effects) -> float:
@@ -347,6 +350,7 @@ def step_memory(
         shared_bytes=tuple(sizes[unit].shared for unit in order),
         # with paddings a shard may be larger than what it is a shard of
         whole_bytes=tuple(max(0.0, sizes[unit].whole_gradient - sizes[unit].reduced) for unit in order),
+        reduced_bytes=tuple(sizes[unit].reduced for unit in order),
         node_size=step.cluster.node_size or 1,
         saved_bytes=tuple(saved),
         largest_bytes={k: floor.num_bytes for k, floor in largest.items()},
@@ -427,7 +431,7 @@ def _more_states(
         of_states, of_shard = on_host
         layout = engine.layout([unit], optimizer, num_shards, on_host=[of_states], shards_on_host=[of_shard])
         (size,) = layout.units
-        gradient = max(size.reduced, size.scattered) if scatters else size.reduced
+        gradient = max(size.kept_gradient, size.scattered) if scatters else size.kept_gradient
         return layout.shards + layout.optimizer_state + gradient
 
     in_node, in_all = over
@@ -462,8 +466,8 @@ def host_bytes(step: Step, modes: Sequence[Treatment] = ()) -> float:
 
 
 def host_bytes_ahead(step: Step, modes: Sequence[Treatment]) -> float:
-    """Host memory of `host_bytes`, with copies of the states there where updates begin in backward, on these copies."""
-    copies = DEFAULT.layout_in(step, modes).host_states if is_ahead(step.profile.optimizer, step.cluster) else 0.0
+    """Host memory of `host_bytes`, with copies of what is there where updates begin in backward, on these copies."""
+    copies = DEFAULT.layout_in(step, modes).host_copies if is_ahead(step.profile.optimizer, step.cluster) else 0.0
     return host_bytes(step, modes) + copies
 
 

@@ -147,9 +147,7 @@ def optimizer_s(profile: ModelProfile, cluster: Cluster) -> float:
     return profile.optimizer.fixed_s + profile.optimizer.s_per_element * trainable / cluster.world_size
 
 
-def more_optimizer_s(
-    profile: ModelProfile, cluster: Cluster, unit: UnitProfile, mode: Treatment, *, host_rent_s_per_byte: float = 0.0
-) -> float:
+def more_optimizer_s(step: Step, unit: UnitProfile, mode: Treatment, *, host_rent_s_per_byte: float = 0.0) -> float:
     """Seconds that the optimizer step takes beyond `optimizer_s` for a unit over fewer ranks, or updated on the host.
 
     Where the host updates a rank's shard of n elements in B bytes, it waits for the device, copies the shard and its
@@ -163,17 +161,31 @@ def more_optimizer_s(
 
         t = n s_per_element + B host_copy_s_per_byte
 
+    A shard on the host is updated in place, and its gradient is copied there each of R times that it is reduced, which
+    is taken to hide behind nothing. It is cast to the C bytes that are gathered, if these are others; an update that
+    has begun in backward is hashed and copied in memory of the host. By bytes, as of `_host_s`,
+
+        t = n host_s_per_element + R B host_copy_s_per_byte + (B + C as cast)
+        t = R B host_copy_s_per_byte + (4 B + B + C as cast)    where it has begun in backward
+
     Each byte of the host's memory takes ``host_rent_s_per_byte`` on top, in the search for a bound under a limit of
     that memory. [Measured on CPU alone, where copies are in one memory.]
     """
-    optimizer, effects = profile.optimizer, effects_of(mode)
+    optimizer, cluster, effects = step.profile.optimizer, step.cluster, effects_of(mode)
     num_ranks, trainable = cluster.num_ranks(effects.sharded_over), sum(each.num_trainable for each in unit.operators)
     own_s = optimizer.s_per_element * trainable / num_ranks
     host_s_per_element = optimizer.host_s_per_element if effects.updates_on_host else None
     if host_s_per_element is not None:
         copy_s = unit.trainable_bytes / num_ranks * cluster.host_copy_s_per_byte
-        host_s = 3 * copy_s + host_s_per_element * trainable / num_ranks
-        own_s = own_s + copy_s if is_ahead(optimizer, cluster) else max(own_s, host_s)
+        update_s = host_s_per_element * trainable / num_ranks
+        if effects.shard_on_host:
+            copied_s = effects.counts(unit, num_micro_batches=step.workload.num_micro_batches)["reduce"] * copy_s
+            is_cast = unit.gathered_bytes != unit.parameter_bytes
+            copied_s += _host_s(unit, optimizer, (unit.trainable_bytes + unit.gathered_bytes) * is_cast) / num_ranks
+            again_s = _host_s(unit, optimizer, 4 * unit.trainable_bytes) / num_ranks
+            own_s = copied_s + again_s if is_ahead(optimizer, cluster) else max(own_s, update_s + copied_s)
+        else:
+            own_s = own_s + copy_s if is_ahead(optimizer, cluster) else max(own_s, update_s + 3 * copy_s)
     if host_rent_s_per_byte:
         held = DEFAULT.layout(
             [unit],
@@ -190,7 +202,7 @@ def more_optimizer_s(
 def update_s(step: Step, modes: Sequence[Treatment], *, host_rent_s_per_byte: float = 0.0) -> float:
     """Seconds of the optimizer step in these modes, one per unit; ``host_rent_s_per_byte`` as of `more_optimizer_s`."""
     more_s = (
-        more_optimizer_s(step.profile, step.cluster, *each, host_rent_s_per_byte=host_rent_s_per_byte)
+        more_optimizer_s(step, *each, host_rent_s_per_byte=host_rent_s_per_byte)
         for each in zip(step.units, modes, strict=True)
     )
     return optimizer_s(step.profile, step.cluster) + sum(more_s)
@@ -209,6 +221,8 @@ def updates_ahead_s(step: Step, modes: Sequence[Treatment]) -> Mapping[int, floa
     of which an update in place moves 3 B + 2 S,
 
         t = 2 B host_copy_s_per_byte + n host_s_per_element (1 + (2 B + 2 S) / (3 B + 2 S))
+
+    A shard and a gradient that are on the host are copied there, as 4 B more.
     """
     optimizer, cluster, found = step.profile.optimizer, step.cluster, dict[int, float]()
     if optimizer.host_s_per_element is None or not is_ahead(optimizer, cluster):
@@ -216,11 +230,20 @@ def updates_ahead_s(step: Step, modes: Sequence[Treatment]) -> Mapping[int, floa
     for place, (unit, mode) in enumerate(zip(step.units, modes, strict=True)):
         effects, shard_bytes, states_bytes = effects_of(mode), unit.trainable_bytes, unit.optimizer_bytes
         if effects.updates_on_host and shard_bytes:
-            times = 1 + 2 * (shard_bytes + states_bytes) / (3 * shard_bytes + 2 * states_bytes)
-            host_s = times * optimizer.host_s_per_element * sum(each.num_trainable for each in unit.operators)
-            whole_s = host_s + 2 * shard_bytes * cluster.host_copy_s_per_byte
+            moved_bytes = 5 * shard_bytes + 4 * states_bytes
+            if effects.shard_on_host:
+                whole_s = _host_s(unit, optimizer, moved_bytes + 4 * shard_bytes)
+            else:
+                whole_s = _host_s(unit, optimizer, moved_bytes) + 2 * shard_bytes * cluster.host_copy_s_per_byte
             found[place] = whole_s / cluster.num_ranks(effects.sharded_over)
     return found
+
+
+def _host_s(unit: UnitProfile, optimizer: OptimizerProfile, num_bytes: float) -> float:
+    """Seconds that the host takes to move so many bytes of a unit, at the rate of an update, which moves 3 B + 2 S."""
+    updated_bytes = 3 * unit.trainable_bytes + 2 * unit.optimizer_bytes
+    update_s = (optimizer.host_s_per_element or 0.0) * sum(each.num_trainable for each in unit.operators)
+    return num_bytes * update_s / updated_bytes if updated_bytes else 0.0
 
 
 def overhead_s(

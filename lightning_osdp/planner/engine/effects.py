@@ -49,9 +49,10 @@ class Effects:
     """True if the unit is never gathered: activations of its operators go to the ranks that hold its shards."""
     updates_on_host: bool = False
     """True if states of the optimizer are in memory of the host, which updates the unit's shard: with a copy of the
-    shard and of its gradient, from where the shard is copied back."""
+    shard and of its gradient, from where the shard is copied back; or the shard that is there."""
     shard_on_host: bool = False
-    """True if the unit's shard is in memory of the host, and copied to the device for each all-gather of it."""
+    """True if the unit's shard is in memory of the host, and copied to the device for each all-gather of it. So are
+    its gradients, once they are reduced."""
 
     @property
     def is_on_host(self) -> bool:

@@ -64,6 +64,8 @@ class UnitBytes:
     """Output of a reduce-scatter, in the dtype of computing."""
     reduced: float
     """s: the shard of the reduced gradient, in the dtype at rest."""
+    kept_gradient: float
+    """Part of it that stays on the device: none where the shard is on the host, to which it is copied."""
     buffer: float = 0.0
     """Output of an all-gather, from which the unsharded unit is copied; on one rank a copy from the host, or none."""
     last_gradient: float = 0.0
@@ -90,9 +92,9 @@ class Layout:
     """Most bytes that the optimizer step allocates and frees."""
     host: float = 0.0
     """Memory of the host: states there, and copies of shards and of their gradients, which may be pinned; without
-    temporaries of updates. Shards there, which may be pinned, too."""
-    host_states: float = 0.0
-    """States there."""
+    temporaries of updates. Shards there with their gradients, which may be pinned, too."""
+    host_copies: float = 0.0
+    """Copies of these states, and of shards and gradients there, on which updates compute that begin in backward."""
 
     @property
     def shards(self) -> float:
@@ -120,6 +122,9 @@ def layout(
     state, temporaries = optimizer_bytes(here, optimizer)
     host_states, _ = optimizer_bytes(there, optimizer)
     kept = [each for each, is_host in zip(own, shards_on_host, strict=True) if is_host]
+    gradients = {False: 0.0, True: 0.0}  # by whether the shard is there, too
+    for each, is_host, has_shard in zip(own, on_host, shards_on_host, strict=True):
+        gradients[has_shard] += _owned_bytes(*each, pins=pins) if is_host else 0.0
     return Layout(
         units=tuple(
             _with_host_shard(unit, number) if is_host else _unit_bytes(unit, number)
@@ -128,9 +133,10 @@ def layout(
         optimizer_state=state,
         optimizer_temporaries=temporaries,
         host=host_states
-        + sum(2 * _owned_bytes(*each, pins=pins) for each in there)
+        + 2 * gradients[False]
+        + gradients[True]
         + sum(_shard_bytes(unit, number, pins=pins) for unit, number, _ in kept),
-        host_states=host_states,
+        host_copies=host_states + 2 * gradients[True],
     )
 
 
@@ -280,6 +286,7 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
         whole_gradient=float(sum(whole)),
         scattered=sent / world_size,
         reduced=reduced if sent else 0.0,
+        kept_gradient=reduced if sent else 0.0,
         buffer=gathered if is_sharded else 0.0,
         last_gradient=float(computed[-1]) if is_sharded and computed else 0.0,
         last_whole_gradient=float(whole[-1]) if is_sharded and whole else 0.0,
@@ -294,7 +301,7 @@ def _with_host_shard(unit: UnitProfile, world_size: int) -> UnitBytes:
     Copies of parameters live until all of them are sent. One rank copies ahead.
     """
     found = _unit_bytes(unit, world_size)
-    there = replace(found, shard=0.0, host_shard=found.shard)
+    there = replace(found, shard=0.0, host_shard=found.shard, kept_gradient=0.0)
     if world_size == 1:
         return replace(there, buffer=found.gathered, sent_shard=0.0)
     return replace(there, sent_shard=found.gathered / world_size)

@@ -24,7 +24,8 @@ On gloo q is 2 r, and the last term the sum of both.
   paddings. It lives until backward has copied out what is gathered of it; under mixed precision it is copied for that.
 - A shard on the host is copied for an all-gather in the dtype of computing; the copy lives as that of a shard that is
   cast does.
-  On one rank it is copied where the unit would be gathered, and lives until the unit is copied out of it.
+  On one rank it is copied where the unit would be gathered, and lives until the unit is copied out of it. The shard of
+  its reduced gradient is copied to the host and gone, where the backend copies with what its reduce-scatter returns.
 - Where a unit is sharded in the node, each rank keeps what it has all-reduced between nodes until backward is over: of
   its own beside the reduced gradients where these have another dtype, or are added to those of earlier micro-batches.
   Where the last micro-batch alone all-reduces, what the others have scattered is left in its place, in the dtype of
@@ -157,7 +158,7 @@ class LiveParts:
             "buffers": float(step.profile.buffer_bytes),
             "workspaces of libraries": float(step.cluster.library_workspace_bytes),
             "batch": step.profile.batch_bytes.at(self.samples),
-            "reduced gradients": sum(size.reduced for size in self.sizes),
+            "reduced gradients": sum(size.kept_gradient for size in self.sizes),
             "gathered parameters": 0.0,
             "unsharded gradients": 0.0,
             "accumulated gradients": 0.0,
@@ -201,7 +202,7 @@ class LiveParts:
     def update(self) -> None:
         """The optimizer step: all gradients are reduced, nothing is gathered but what is resident."""
         self._drop_all_reduced()
-        self.parts |= {"reduced gradients": sum(size.reduced for size in self.sizes), "unsharded gradients": 0.0}
+        self.parts |= {"reduced gradients": sum(size.kept_gradient for size in self.sizes), "unsharded gradients": 0.0}
         self.parts["copies in flight"] = 0.0
         self._observe("optimizer step", "", "workspace", self.layout.optimizer_temporaries)
 
@@ -377,7 +378,7 @@ class LiveParts:
     def _keep_reduced(self, unit: int) -> None:
         if unit not in self.reduced:
             self.reduced.add(unit)
-            self._add("reduced gradients", self.sizes[unit].reduced)
+            self._add("reduced gradients", self.sizes[unit].kept_gradient)
 
     def _all_reduce(self, unit: int) -> None:
         """All-reduces gradients in place; gradients that micro-batches before have left were added to them."""
@@ -408,8 +409,9 @@ class LiveParts:
             self._observe("reduce-scatter", name, "unsharded gradients", left + received)
         self._observe("backward", name, "unsharded gradients", left + received * goes_on + cast)
         if goes_on:
-            # gradients of earlier micro-batches are added to when it has ended
-            sent += received + size.scattered * bool(cast) + (cast or size.scattered) * (unit in self.reduced)
+            # gradients of earlier micro-batches are added to when it has ended, and then others are copied to the host
+            is_passed_on = unit in self.reduced or size.kept_gradient < size.reduced
+            sent += received + size.scattered * bool(cast) + (cast or size.scattered) * is_passed_on
         # where others reduce in the last micro-batch only, an earlier one is there for longer
         self._send(max(before, sent) if self.is_bound and self.num_micro_batches > 1 else sent)
         self.settled = 0.0

@@ -6,6 +6,7 @@ import dataclasses
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import product
 
 from lightning_osdp.core.axes import AXES, Treatment, on_device
@@ -87,20 +88,25 @@ def why_host_lacks(sweep: Sweep, micro_batch_size: int, host_limit_bytes: int, n
 def _fewest_on_host(setting: Setting, memory_limit_bytes: int) -> Modes | None:
     """Modes with the least memory, but with states and shards on the host of as few units as fit, the largest first.
 
-    None where not even those of all units there do.
+    Units that are trained have their states there alone, or else their shards, too. None where not even those of all
+    units there do.
     """
     costs, least = setting.costs, setting.costs.least_memory_modes
+    states_alone = tuple(mode.but(shard="device") if "states" in mode else mode for mode in least)
     hosted = sorted(costs.hosted, key=lambda unit: -setting.units[unit].parameter_bytes)
 
-    def of_first(number: int) -> Modes:
+    def of_first(number: int, there: Modes) -> Modes:
         left = {*hosted[number:]}
-        return tuple(on_device(mode) if unit in left else mode for unit, mode in enumerate(least))
+        return tuple(on_device(mode) if unit in left else mode for unit, mode in enumerate(there))
 
-    def fits(number: int) -> bool:
-        return costs.exact_peak_bytes(of_first(number)) <= memory_limit_bytes
+    def fits(there: Modes, number: int) -> bool:
+        return costs.exact_peak_bytes(of_first(number, there)) <= memory_limit_bytes
 
-    number = bisect_left(range(len(hosted) + 1), True, key=fits)
-    return of_first(number) if number <= len(hosted) else None
+    for there in (states_alone, least):
+        number = bisect_left(range(len(hosted) + 1), True, key=partial(fits, there))
+        if number <= len(hosted):
+            return of_first(number, there)
+    return None
 
 
 def _divided(sweep: Sweep, workload: Workload) -> Workload | None:
@@ -145,11 +151,9 @@ def _on_host(setting: Setting, peak: PeakMemory, memory_limit_bytes: int, host_l
     if not is_timed:
         profile = dataclasses.replace(profile, optimizer=dataclasses.replace(optimizer, host_s_per_element=0.0))
     ways = [dict(zip(missing, each, strict=True)) for each in product(*(AXES[axis].values for axis in missing))]
-    offering = dataclasses.replace(
-        setting, profile=profile, modes=tuple(mode.but(**way) for mode in setting.modes for way in ways)
-    )
-    costs = offering.costs
-    fewest = _fewest_on_host(offering, memory_limit_bytes)
+    modes = tuple(mode.but(**way) for mode in setting.modes for way in ways)
+    offering = dataclasses.replace(setting, profile=profile, modes=modes)
+    costs, fewest = offering.costs, _fewest_on_host(offering, memory_limit_bytes)
     if fewest is None:
         least = costs.least_memory_modes
         needed_bytes = costs.exact_peak_bytes(least)
@@ -167,12 +171,13 @@ def _on_host(setting: Setting, peak: PeakMemory, memory_limit_bytes: int, host_l
             f" With {which} it would fit, for which a rank needs {format_bytes(needed_bytes)} of the host's memory, and"
             f" may take {format_bytes(host_limit_bytes)}."
         )
-    slower = costs.step_time_s(fewest) / costs.step_time_s(tuple(map(on_device, fewest)))
-    told = f", {slower:.2f}x slower" if is_timed or "states" not in numbers else ""
+    own_s, device_s = costs.step_time_s(fewest), costs.step_time_s(tuple(map(on_device, fewest)))
+    is_timed = device_s > 0 and (is_timed or "states" not in numbers)
+    told = f", {own_s / device_s:.2f}x slower" if is_timed else ""
     return f" It fits with {which}{told}:{_told(missing, fewest)}."
 
 
-_PLACES = {"states": ("optimizer states", "states"), "shard": ("frozen shards", "shards")}
+_PLACES = {"states": ("optimizer states", "states"), "shard": ("shards", "shards")}
 """Axis of what may be on the host -> its name, and the field of `SearchSpace`."""
 
 

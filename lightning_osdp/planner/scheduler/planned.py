@@ -240,9 +240,9 @@ def _kept_on_host(setting: Setting, modes: Modes) -> str:
     sizes = setting.bytes_engine.layout_in(setting, modes).units
     device = tuple(mode.but(shard="device") for mode in modes)
     own_s, device_s = map(setting.costs.step_time_s, (modes, device))
-    frozen = sum(unit.parameter_bytes > 0 and not unit.gradient_bytes for unit in setting.units)
+    number = sum(unit.parameter_bytes > 0 for unit in setting.units)
     return (
-        f"shards of {len(kept)} of {frozen} frozen units, {format_bytes(round(sum(each.host_shard for each in sizes)))}"
+        f"shards of {len(kept)} of {number} units, {format_bytes(round(sum(each.host_shard for each in sizes)))}"
         " per rank, are in memory of the host, from where they are copied for each all-gather: a step takes"
         f" {format_seconds(max(0.0, own_s - device_s))} more"
     )

@@ -116,8 +116,8 @@ def plan_fit(
         assert free_bytes is not None
         if "device" not in options.search_space.states:
             rank_zero_info(
-                "OSDP: the host updates all that is trained, and has what the optimizer keeps of it. Shards of what is"
-                " trained and of its gradients stay on the device."
+                "OSDP: the host updates all that is trained, and has what the optimizer keeps of it"
+                + ("." if "device" in options.search_space.shards else ", and shards with their gradients.")
             )
         request = PlanRequest(
             cluster=cluster,

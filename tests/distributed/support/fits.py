@@ -101,10 +101,10 @@ def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micr
     return dataclasses.replace(plan, units=tuple(units))
 
 
-def hosted(plan, number=2):
-    """The plan with states of every so many-th unit on the host, of those in which something is trained."""
+def hosted(plan, number=2, shard="device"):
+    """The plan with states of every so many-th unit on the host, of those in which something is trained, and shards."""
     units = [
-        unit.treated(states="host") if index % number == 0 and unit.gradient_bytes != 0 else unit
+        unit.treated(states="host", shard=shard) if index % number == 0 and unit.gradient_bytes != 0 else unit
         for index, unit in enumerate(plan.units)
     ]
     return dataclasses.replace(plan, units=tuple(units))

@@ -55,7 +55,7 @@ def test_seconds_are_of_updates_and_copies_and_bytes_of_states(setting):
     for place, unit in enumerate(found.units[1:]):
         elements = unit.parameter_bytes / 4 / 2
         expected_s = elements * (4e-3 - 1e-3) + 3 * 4 * elements * 1e-4
-        more_s = more_optimizer_s(found.profile, found.cluster, unit, ZDP.but(states="host"))
+        more_s = more_optimizer_s(found, unit, ZDP.but(states="host"))
         assert more_s == pytest.approx(expected_s)
         of_unit = found.costs.memory.places[place + 1]
         device, host = (found.costs.memory.held(of_unit, ZDP.but(states=each)) for each in ("device", "host"))

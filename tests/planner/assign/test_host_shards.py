@@ -9,7 +9,7 @@ from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Contention, Link, U
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.planner.cost import Workload, copies_s, host_bytes
+from lightning_osdp.planner.cost import Workload, copies_s, host_bytes, more_optimizer_s
 from lightning_osdp.planner.engine import FSDP2, effects_of
 from lightning_osdp.planner.engine.layout import chunk_elements
 from lightning_osdp.planner.scheduler import make_plan
@@ -31,17 +31,51 @@ OPERATORS = [
     for index, num_bytes in enumerate((800, 400, 800, 1600))
 ]
 MODES = modes_of(["ZDP", "DP"], ["every"], shards=["device", "host"])
+BOTH = modes_of(["ZDP", "DP"], ["every"], states=["device", "host"], shards=["device", "host"])
+HOST = OptimizerProfile(s_per_element=1e-3, host_s_per_element=4e-3)
 
 
-def given(setting, operators=OPERATORS, world_size=2, overlaps=False, modes=MODES, **fields):
+def given(setting, operators=OPERATORS, world_size=2, overlaps=False, modes=MODES, optimizer=None, **fields):
     cluster = {"all_gather": LINK, "reduce_scatter": LINK, "host_copy_s_per_byte": 1e-3}
     engine = fields.pop("engine", FSDP2(backward_prefetch="none"))
-    return setting(
+    workload = Workload(micro_batch_size=1, num_micro_batches=fields.pop("num_micro_batches", 1))
+    found = setting(
         operators=operators,
         cluster=Cluster(world_size=world_size, overlaps=overlaps, **cluster, **fields),
-        workload=Workload(micro_batch_size=1),
+        workload=workload,
         modes=modes,
         engine=engine,
+    )
+    if optimizer is None:
+        return found
+    return dataclasses.replace(found, profile=dataclasses.replace(found.profile, optimizer=optimizer))
+
+
+def test_shards_of_trained_units_may_be_there_with_their_states_and_have_their_gradients_there(setting):
+    found = given(setting, modes=BOTH, optimizer=HOST, num_micro_batches=3)
+    options = {unit.name: of for unit, of in zip(found.units, found.costs.options, strict=True)}
+    there = [
+        (ZDP.but(states="host", shard="host"), ZDP.but(states="host"), ZDP),
+        (DP.but(states="host", shard="host"), DP.but(states="host"), DP),
+    ]
+    assert options["1"] == (*there[0], *there[1])
+    assert options["0"] == (ZDP.but(shard="host"), ZDP, DP.but(shard="host"), DP)
+    place = found.costs.memory.places[2]
+    held = [found.costs.memory.held(place, mode).window_bytes for mode in there[0]]
+    assert held == [0, 200 + 200, 200 + 200 + 400]  # of 50 elements: weights and gradients, two states
+    unit, cluster = found.units[2], found.cluster
+    device, host = ((DP, ZDP, each, ZDP, ZDP) for each in (ZDP, there[0][0]))
+    layout = FSDP2().layout_in(found, host)
+    assert (layout.host, layout.host_copies) == (200 + 200 + 400, 400 + 400)
+    assert (layout.units[2].kept_gradient, layout.units[2].reduced) == (0, 200)
+    copies_s = (2 * 3 * 200 + 3 * 200) * cluster.host_copy_s_per_byte  # two all-gathers and a reduction each
+    more_s = found.costs.step_time_s(host) - found.costs.step_time_s(device)
+    assert more_s == pytest.approx(copies_s + 50 * 3e-3)
+    cast = dataclasses.replace(
+        unit, operators=tuple(dataclasses.replace(each, gathered_bytes=200) for each in unit.operators)
+    )
+    assert more_optimizer_s(found, cast, host[2]) - more_optimizer_s(found, unit, host[2]) == pytest.approx(
+        50 * 4e-3 * (4 + 2) / (3 * 4 + 2 * 8)
     )
 
 
@@ -123,9 +157,10 @@ def test_copies_hold_up_computing_but_on_one_rank_and_where_gathers_begin_by_the
     ("world_size", "overlaps", "is_asynchronous"),
     [(1, False, True), (2, False, True), (2, True, True), (2, True, False)],
 )
-def test_modes_fit_and_are_about_as_fast_as_any_that_do(setting, search, world_size, overlaps, is_asynchronous):
+@pytest.mark.parametrize("modes", [MODES, BOTH])
+def test_modes_fit_and_are_about_as_fast_as_any_that_do(setting, search, world_size, overlaps, is_asynchronous, modes):
     engine = FSDP2(asynchronous_unshard=is_asynchronous)
-    found = given(setting, OPERATORS[:3], world_size, overlaps, engine=engine)
+    found = given(setting, OPERATORS[:3], world_size, overlaps, modes, HOST, engine=engine)
     assignments = numbers_of_all(found.costs, found.costs.options)
     least, most = (of(peak for _, peak in assignments) for of in (min, max))
     places = set()
@@ -157,6 +192,16 @@ def test_plans_keep_both_limits_and_are_about_as_fast_as_any_that_do(setting, ov
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
+def test_plans_with_shards_of_what_is_trained_there_keep_both_limits(setting, overlaps):
+    trained = [{**unit, "frozen": index == 2} for index, unit in enumerate(OPERATORS[:3])]
+    found = given(setting, trained, overlaps=overlaps, modes=BOTH, optimizer=HOST)
+    space = dataclasses.replace(SPACE, states=("device", "host"))
+    plans = [plan for plan, _ in plans_within_limits(found, space, (0.0, 0.2, 0.5), (0, 1600, 3200))]
+    places = {(each["states"], each["shard"]) for plan in plans for unit in plan.units for each in unit.treatments}
+    assert ("host", "host") in places
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_all_frozen_shards_are_there_where_no_other_place_is_offered_and_plans_tell(setting, overlaps):
     root = {"name": "", "parameter_bytes": 400, "activation_bytes_per_sample": 100, "frozen": True}
     found = given(setting, [root, *OPERATORS], overlaps=overlaps)
@@ -168,9 +213,7 @@ def test_all_frozen_shards_are_there_where_no_other_place_is_offered_and_plans_t
         *((name, "host") for name in ("", "0", "2", "3")),
     }
     assert plan.host_bytes == (400 + 800 + 800 + 1600) // 2
-    assert any(
-        note.startswith("shards of 4 of 4 frozen units, 1.76 KiB per rank, are in memory") for note in plan.notes
-    )
+    assert any(note.startswith("shards of 4 of 5 units, 1.76 KiB per rank, are in memory") for note in plan.notes)
     (last,) = (unit for unit in plan.units if unit.name == "3")
     assert "; its shard is on the host: 800 B less for 800 ms" in explain([last], plan)
     with pytest.raises(InfeasibleError, match=r"needs 1\.76 KiB of its host.s memory, .* 1\.66 KiB: 100 B are"):
@@ -182,13 +225,13 @@ def test_an_error_tells_of_shards_that_could_be_there(setting):
     options = {"micro_batch_size": 1, "engine": found.engine, "search_space": space}
     least_bytes = make_plan(found.profile, found.cluster, memory_limit_bytes=10**6, **options).all_zdp_peak_bytes
     text = (
-        r"It fits with the shards of 1 of 3 units on the host, 1\.\d\dx slower:"
+        r"It fits with the shards of 1 of 4 units on the host, 1\.\d\dx slower:"
         r" SearchSpace\(shards=\('device', 'host'\)\)"
     )
     with pytest.raises(InfeasibleError, match=text):
         make_plan(found.profile, found.cluster, memory_limit_bytes=least_bytes - 1, **options)
     trained = dataclasses.replace(found.profile, optimizer=OptimizerProfile(s_per_element=1e-3))
-    with pytest.raises(InfeasibleError, match=r"With optimizer states and frozen shards on the host [\d.]+ \w+ are"):
+    with pytest.raises(InfeasibleError, match=r"With optimizer states and shards on the host [\d.]+ \w+ are"):
         make_plan(trained, found.cluster, memory_limit_bytes=600, **options)
 
 

@@ -172,7 +172,8 @@ def test_where_activations_dominate_the_error_says_what_would_help_and_how_much(
     with pytest.raises(InfeasibleError) as caught:
         plan(deep, cluster, 1000, **options)
     told = (
-        r"needs at least 7\.37 KiB .* Activations dominate\. With optimizer states on the host 6\.20 KiB are needed: "
+        r"needs at least 7\.37 KiB .* Activations dominate\. With optimizer states and shards on the host 5\.13 KiB are"
+        r" needed: "
     )
     with pytest.raises(InfeasibleError, match=told):
         plan(deep, cluster, 1000, **{**options, "search_space": SearchSpace(activations=every)})

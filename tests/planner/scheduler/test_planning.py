@@ -116,7 +116,8 @@ def test_where_fewer_samples_fit_the_error_says_how_many(uneven, cluster):
         " Nearest remedy: micro-batches of 3 fit: OSDPStrategy(batch_size=3) with"
         " Trainer(accumulate_grad_batches=2) keeps the global batch."
         " Activations dominate; name modules that may recompute them: activation_checkpointing_policy={Block}."
-        " With optimizer states on the host 584 B are needed: SearchSpace(states=('device', 'host'))."
+        " It fits with the states of 1 of 4 units and the shards of 1 of 4 units on the host:"
+        " SearchSpace(states=('device', 'host'), shards=('device', 'host'))."
     )
 
 
@@ -166,7 +167,9 @@ def test_where_not_even_one_sample_fits_the_error_says_what_would_help(uneven, c
         plan(timed, cluster(2), **options)
     with pytest.raises(InfeasibleError, match="it would fit, for which a rank needs 200 B of the host's memory, and"):
         plan(timed, cluster(2), host_limit_bytes=199, **options)
-    with pytest.raises(InfeasibleError, match=r"needs at least 403 B .* Nearest remedy: [^.]*\.$"):
+    with pytest.raises(
+        InfeasibleError, match=r"needs at least 403 B .*: SearchSpace\(shards=\('device', 'host'\)\)\.$"
+    ):
         plan(timed, cluster(2), micro_batch_size=1, memory_limit_bytes=400, search_space=ON_HOST)
     plan(uneven, cluster(2), micro_batch_size=1, memory_limit_bytes=506)
     plan(uneven, cluster(4), micro_batch_size=1, memory_limit_bytes=410)
@@ -187,7 +190,8 @@ def test_on_one_rank_the_error_speaks_of_one_rank_and_the_root_is_named(model, o
         " gathered parameters 100 B)."
         " Largest contributors: the root unit (500 B)."
         " Nearest remedy: raise memory_limit to '500 B'."
-        " With optimizer states on the host 300 B are needed: SearchSpace(states=('device', 'host'))."
+        " With optimizer states and shards on the host 200 B are needed:"
+        " SearchSpace(states=('device', 'host'), shards=('device', 'host'))."
     )
 
 

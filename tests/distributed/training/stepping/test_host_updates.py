@@ -25,6 +25,9 @@ from lightning_osdp.apply.updating.host_updates import HostRows
 from lightning_osdp.apply.updating.updates import stepping_on_rows
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.errors import OSDPError
+from lightning_osdp.planner.cost import host_bytes
+from lightning_osdp.planner.simulation.plan import planned_step
+from lightning_osdp.profiler import tensors_in
 from lightning_osdp.strategy import osdp
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.by_hand import GAN
@@ -306,19 +309,20 @@ def test_an_error_in_the_thread_ends_all_ranks_with_its_text(tmp_path):
 # ---- fits
 
 
-def fits(name, optimizer, dtype, number=2, num_micro_batches=1, clip=None, modes="mixed", **options):
+def fits(name, optimizer, dtype, number=2, shard="device", num_micro_batches=1, clip=None, modes="mixed", **options):
     """Differences of weights and losses under a plan with states on the host from one without, and from DDP."""
     world_size = dist.get_world_size()
     options |= {"accumulate_grad_batches": num_micro_batches, "gradient_clip_val": clip}
     plan = plan_for(build(name, optimizer, dtype), modes, world_size=world_size, num_micro_batches=num_micro_batches)
     ddp, _, _ = trained(DDPStrategy(process_group_backend="gloo"), name, optimizer, dtype, **options)
     device, losses, _ = trained(OSDPStrategy(plan=plan), name, optimizer, dtype, **options)
-    ours, own_losses, fit = trained(OSDPStrategy(plan=hosted(plan, number)), name, optimizer, dtype, **options)
+    ours, own_losses, fit = trained(OSDPStrategy(plan=hosted(plan, number, shard)), name, optimizer, dtype, **options)
     start = build(name, optimizer, dtype).state_dict()
     host = fit.strategy._sharded.host
     held = [host.holds(p) for group in fit.optimizers[0].param_groups for p in group["params"]]
     return {
         "held": (sum(held), len(held)),
+        "kept": sum(host.keeps(p) for group in fit.optimizers[0].param_groups for p in group["params"]),
         "ahead": fit.strategy._sharded._ahead.num_taken,
         "scalars": sum(
             host.holds(p) for group in fit.optimizers[0].param_groups for p in group["params"] if not p.dim()
@@ -338,6 +342,12 @@ def fits(name, optimizer, dtype, number=2, num_micro_batches=1, clip=None, modes
         slow(2, {"optimizer": "adamw", "number": 1}),
         (2, {"optimizer": "sgd", "num_micro_batches": 3, "clip": 1e3}),  # which nothing comes to
         (2, {"optimizer": "adamw", "clip": 0.05}),
+        (1, {"optimizer": "adamw", "number": 1, "shard": "host", "num_micro_batches": 2, "clip": 0.05}),
+        (2, {"optimizer": "adamw", "shard": "host", "num_micro_batches": 2}),
+        slow(1, {"optimizer": "adamw", "number": 1, "shard": "host"}),
+        slow(2, {"optimizer": "adamw", "number": 1, "shard": "host", "modes": "zdp", "clip": 0.05}),
+        slow(2, {"optimizer": "sgd", "name": "tied_gpt", "number": 1, "shard": "host"}),
+        slow(4, {"optimizer": "adamw", "shard": "host", "num_micro_batches": 3}),
         slow(4, {"optimizer": "adamw", "num_micro_batches": 2}),
         slow(2, {"optimizer": "adamw", "name": "tied_gpt", "number": 1}),
         slow(4, {"optimizer": "sgd", "name": "gpt", "clip": 0.05}),
@@ -348,6 +358,7 @@ def test_five_steps_equal_those_with_states_on_the_device(ranks, world_size, opt
     for found in ranks(world_size).run(fits, **given):
         held, number = found["held"]
         assert 0 < held <= number
+        assert found["kept"] == (held if given.get("shard") else 0)
         assert held == number or given.get("number") != 1
         # in five steps; gradients of scalars are rank 0's
         all_ahead = 5 * (held - found["scalars"])
@@ -358,10 +369,10 @@ def test_five_steps_equal_those_with_states_on_the_device(ranks, world_size, opt
         assert found["moved"] > 1e-4
 
 
-def scaled(optimizer):
+def scaled(optimizer, shard):
     """Compares steps in float16 with a gradient scaler, with states on the host and without, and what is said."""
     found, plan = [], plan_for(build("wide_mlp", optimizer), "mixed", world_size=dist.get_world_size())
-    for each in (plan, hosted(plan)):
+    for each in (plan, hosted(plan, shard=shard)):
         module = build("wide_mlp", optimizer)
         with mock.patch.object(osdp, "rank_zero_info") as tell:
             fit = fitted(OSDPStrategy(plan=each), module, precision="16-mixed", max_steps=6)
@@ -372,12 +383,13 @@ def scaled(optimizer):
     return largest_difference(ours, device), scale == own_scale, num_ahead, told, own_told
 
 
-def test_a_gradient_scaler_sees_the_same_step(ranks):
+@pytest.mark.parametrize("shard", ["device", slow("host")])
+def test_a_gradient_scaler_sees_the_same_step(ranks, shard):
     text = (
         "OSDP: the host updates in the optimizer's step alone, not beside backward: the precision '16-mixed' may change"
         " gradients."
     )
-    assert ranks(2).run(scaled, optimizer="adamw") == [(0.0, True, 0, [], [text])] * 2
+    assert ranks(2).run(scaled, optimizer="adamw", shard=shard) == [(0.0, True, 0, [], [text])] * 2
 
 
 def by_hand():
@@ -404,11 +416,11 @@ def test_two_optimizers_by_hand_take_the_same_steps(ranks):
 # ---- checkpoints
 
 
-def resumed(kind):
+def resumed(kind, shard):
     """Differences from a run on the device that is resumed likewise, where places change after three of five steps."""
     world_size, folder = dist.get_world_size(), shared_folder()
     plan = plan_for(build("odd_mlp", "adamw"), "mixed", world_size=world_size)
-    plans = {"device": plan, "host": hosted(plan)}
+    plans = {"device": plan, "host": hosted(plan, shard=shard)}
 
     def fit(place, max_steps, ckpt_path=None):
         module = build("odd_mlp", "adamw")
@@ -428,37 +440,60 @@ def resumed(kind):
     return {name: largest_difference(end, expected) for name, end in ends.items()}
 
 
-@pytest.mark.parametrize("kind", ["full", slow("sharded")])
-def test_checkpoints_go_from_one_place_to_the_other(ranks, kind):
-    for found in ranks(2).run(resumed, kind=kind):
+@pytest.mark.parametrize(
+    ("kind", "shard"), [("full", "device"), slow("sharded", "device"), slow("full", "host"), ("sharded", "host")]
+)
+def test_checkpoints_go_from_one_place_to_the_other(ranks, kind, shard):
+    for found in ranks(2).run(resumed, kind=kind, shard=shard):
         assert found == {"device-host": 0.0, "host-device": 0.0, "host-host": 0.0}
 
 
 # ---- memory
 
 
-def predicted_and_counted(name, optimizer, num_micro_batches):
-    """Peaks that were predicted and counted, other tensors, and the phase, without and with states on the host."""
+def predicted_and_counted(name, optimizer, num_micro_batches, shard):
+    """Peaks that were predicted and counted, other tensors, and the phase, without and with states on the host; and the
+    host's memory, predicted and counted.
+    """
     module, world_size = build(name, optimizer), dist.get_world_size()
     space = SearchSpace(min_unit_bytes=1024, share_units=False)
     plan = plan_for(module, "zdp", world_size=world_size, num_micro_batches=num_micro_batches, space=space)
     profile = profile_of(module)
     profile = dataclasses.replace(profile, optimizer=dataclasses.replace(profile.optimizer, host_s_per_element=2e-9))
     found = []
-    for each in (plan, hosted(plan, 1)):
+    for each in (plan, hosted(plan, 1, shard)):
         predicted = simulate(each, profile, stated_cluster(world_size)).peak
         fit = fitted(OSDPStrategy(plan=each), build(name, optimizer), accumulate_grad_batches=num_micro_batches)
         (check,) = (callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
         measured = check.measured
         found.append((predicted.peak_bytes, measured.peak_bytes, measured.other_bytes, predicted.phase))
-    return found
+    rows = fit.strategy._sharded.host
+    there, ahead = (
+        {
+            storage.data_ptr(): storage.nbytes()
+            for storage in (local(t).untyped_storage() for t in tensors_in(of) if t.dim())
+        }
+        for of in ([*rows.tensors(fit.optimizers)], [*rows.spare.values()])
+    )
+    counted = sum(there.values()) - sum(ahead.values()) - rows.bytes_beside(())
+    return found, host_bytes(*planned_step(each, profile, stated_cluster(world_size))), counted
 
 
-@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(1, 1), (2, 1), slow(2, 3), slow(4, 1)])
-def test_the_peak_is_without_states_on_the_host(ranks, world_size, num_micro_batches):
-    found = ranks(world_size).run(
-        predicted_and_counted, name="wide_mlp", optimizer="adamw", num_micro_batches=num_micro_batches
-    )[0]
+@pytest.mark.parametrize(
+    ("world_size", "num_micro_batches", "shard"),
+    [
+        (1, 1, "device"),
+        (2, 1, "device"),
+        (1, 2, "host"),
+        (2, 1, "host"),
+        slow(1, 1, "host"),
+        *(slow(*each, shard) for each in ((2, 3), (4, 1)) for shard in ("device", "host")),
+    ],
+)
+def test_the_peak_is_without_states_on_the_host(ranks, world_size, num_micro_batches, shard):
+    given = {"optimizer": "adamw", "num_micro_batches": num_micro_batches, "shard": shard}
+    found, predicted, there = ranks(world_size).run(predicted_and_counted, name="wide_mlp", **given)[0]
+    assert there == predicted
     (device, counted, others, _), (ours, own_counted, own_others, _) = found
     assert device == pytest.approx(counted, rel=2e-3)
     assert ours == pytest.approx(own_counted, rel=2e-3)
