@@ -70,7 +70,7 @@ MODELS = {
     "1.3B": Model(
         sizes=_gpt(24, 2048, 8),
         by_hand=("plain", "checkpointing", "cpu_offload"),
-        limits=(None, 48, 36, 28, 24, 16),
+        limits=(24, 16, None, 48, 28),
     ),
     "6.6B": Model(sizes=_gpt(32, 4096, 2), by_hand=("cpu_offload",), limits=(72,), num_steps=14),
 }

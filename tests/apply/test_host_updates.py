@@ -1,9 +1,12 @@
 """Copies and states on the host, with tensors on meta for those of a device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_osdp.apply.updating import updates
 from lightning_osdp.apply.updating.host_updates import HostRows
 
 
@@ -54,3 +57,11 @@ def test_updates_for_a_gpu_are_fused_where_the_user_leaves_that_to_torch(device,
     with host.fused(optimizer):
         assert optimizer.param_groups[0]["fused"] is expected
     assert optimizer.param_groups[0]["fused"] is before
+
+
+def test_an_optimizer_is_tried_where_ranks_compute_and_not_where_a_shard_lies():
+    mesh = SimpleNamespace(device_type="meta", size=lambda: 2)
+    kept = SimpleNamespace(dim=lambda: 2, dtype=torch.float32, device=torch.device("cpu"), device_mesh=mesh)
+    values, gradient = updates._small(kept)
+    assert {values.device.type, gradient.device.type} == {"meta"}
+    assert values.shape == gradient.shape == (5, 3)

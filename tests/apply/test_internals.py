@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import re
 import runpy
 import sys
@@ -560,6 +561,22 @@ def test_a_hash_tells_of_changes_of_all_signs():
     for signs in range(2**6):
         values = torch.tensor([1.5 if signs >> place & 1 else -1.5 for place in range(6)])
         assert dtensors.hash_of(values) != dtensors.hash_of(-values)
+
+
+def test_a_hash_tells_of_signs_of_any_two_elements():
+    values = torch.randn(9)
+    for one, other in itertools.combinations(range(9), 2):
+        changed = values.clone()
+        changed[[one, other]] *= -1
+        assert dtensors.hash_of(values) != dtensors.hash_of(changed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.complex128])
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_a_hash_is_that_of_a_copy_wherever_the_memory_begins(dtype, first):
+    memory = torch.arange(50_003).remainder(113).to(dtype)
+    rows = memory[first:]
+    assert dtensors.hash_of(rows) == dtensors.hash_of(rows.clone())
 
 
 def test_a_hash_of_nothing_is_a_number():

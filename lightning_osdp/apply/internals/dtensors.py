@@ -18,8 +18,11 @@ from lightning_osdp.errors import ConfigurationError
 
 _SHARD = "_osdp_shard"
 """Attribute that marks parameters as shards of a unit: how often somebody asked for what may be written to unseen."""
-_PIECES = 2**12, 2**18
-"""Least and most elements that are hashed at once, beside 16 bytes for each; between, a 64th of a tensor is."""
+_PIECES = 2**11, 2**17
+"""Least and most words of 8 bytes that are hashed at once, beside 16 to 24 bytes for each; between, a 64th of a tensor
+is."""
+_PIECES_ON_GPU = 16
+"""Pieces that a GPU hashes at once."""
 _MIXING = (-7046029254386353131, -4658895280553007687)
 """Odd factors that mix numbers of 64 bits, signed.
 
@@ -209,19 +212,44 @@ def hash_of(tensor: Tensor) -> int:
     would cancel out in some small tensors. The device is waited for once.
     """
     flat = tensor.detach().flatten().contiguous()
-    bits = flat.view({1: torch.int8, 2: torch.int16}.get(flat.itemsize, torch.int32))
+    num_words, in_word = -(-flat.nbytes // 8), max(1, 8 // flat.itemsize)
     least, most = _PIECES
-    size = min(max(least, -(-len(bits) // 64)), most)
-    factors = torch.arange(1, min(size, len(bits)) + 1, device=bits.device)
+    size = min(max(least, -(-num_words // 64)), most)
+    factors = torch.arange(1, min(size, num_words) + 1, device=flat.device)
     for shift, times in ((33, _MIXING[0]), (29, _MIXING[1])):  # overflow is meant
         factors.mul_(times)
         factors ^= factors >> shift
     factors |= 1
-    sums = torch.stack([(piece * factors[: len(piece)]).sum() for piece in bits.split(size)])
+    sums = []
+    # a GPU launches few kernels for many pieces, of which a processor's cache has room for one
+    for chunk in flat.split((1 if flat.device.type == "cpu" else _PIECES_ON_GPU) * size * in_word):
+        words = _words(chunk, in_word)
+        whole = words[: len(words) - len(words) % size].view(-1, size)
+        rest = words[whole.numel() :]
+        if len(whole):
+            sums.append(whole.mul_(factors).sum(1))
+        if len(rest):
+            sums.append(rest.mul_(factors[: len(rest)]).sum(0, keepdim=True))
     found = 0
-    for each in sums.tolist():
+    for each in torch.cat(sums).tolist() if sums else ():
         found = (found * 1_000_003 + each) % 2**64
     return found
+
+
+def _words(flat: Tensor, in_word: int) -> Tensor:
+    """Elements as integers of 8 bytes of their own, ``in_word`` in each, the last filled up with zeros.
+
+    Integers of 4 bytes would be cast to multiply them, which takes a processor several times as long. The last bit of
+    an integer is mixed into others: an odd factor leaves it alone, so that two that change would cancel out.
+    """
+    if len(flat) % in_word or flat.storage_offset() % in_word:
+        filled = flat.new_zeros(-(-len(flat) // in_word) * in_word)
+        filled[: len(flat)] = flat
+        flat = filled
+    words = flat.view(torch.int64)
+    mixed = words >> 33
+    mixed ^= words
+    return mixed
 
 
 def num_copies(tensor: Tensor) -> int:

@@ -344,7 +344,8 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
 def _small(parameter: DTensor) -> tuple[Tensor, Tensor]:
     """Values with few rows, unevenly many and more than ranks, and a gradient."""
     shape = (2 * parameter.device_mesh.size() + 1, *(3 for _ in range(parameter.dim() - 1)))[: parameter.dim()]
-    places = torch.arange(torch.Size(shape).numel(), device=parameter.device, dtype=torch.float64).view(shape)
+    device = parameter.device_mesh.device_type  # not the parameter's: its shard may be on the host
+    places = torch.arange(torch.Size(shape).numel(), device=device, dtype=torch.float64).view(shape)
     return places.square().cos().to(parameter.dtype), places.square().sin().to(parameter.dtype)  # both of full rank
 
 
