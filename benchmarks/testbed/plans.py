@@ -81,6 +81,7 @@ def sent_bytes(plan: Plan) -> float:
         hpZ     K + 1
         DP          2
         HSDP, HDP   1 all-reduce between nodes
+        replicated  2, of an all-reduce over all ranks
 
     What is left out is as in `lightning_osdp.planner.engine.planned_collectives`.
     """
@@ -91,7 +92,8 @@ def sent_bytes(plan: Plan) -> float:
         for collective, number, whole_bytes in planned_collectives(unit, plan.num_micro_batches):
             if collective.link == "all":
                 is_sum = collective.operation == "all_reduce"
-                times = 2 * (1 - (plan.node_size or ranks) / ranks) if is_sum else 1 - 1 / ranks
+                held_by = 1 if collective.over == "all" else plan.node_size or ranks
+                times = 2 * (1 - held_by / ranks) if is_sum else 1 - 1 / ranks
                 sent += number * times * whole_bytes
     return sent
 

@@ -321,6 +321,7 @@ class ShardedModel:
         self._reduce_scatters.finish()
         # shards take over writes to unsharded parameters before the optimizer changes them
         self.reshard(may_write=False)
+        self._residence.outdate(each for group in optimizer.param_groups for each in group["params"])
         self._agreement.settle(optimizer)
         share_gradients(optimizer, self._meshes.device)
 

@@ -54,7 +54,7 @@ def _sync(unit: ShardedUnit, is_last: bool) -> None:
         unit.handle.set_requires_all_reduce(is_last, recurse=False)
         return
     unit.handle.set_requires_gradient_sync(is_last, recurse=False)
-    if effects.stays:
+    if effects.stays and not effects.is_resident:
         unit.handle.set_reshard_after_backward(is_last, recurse=False)
 
 

@@ -42,34 +42,43 @@ class Meshes:
     Attributes:
         device: of this rank.
         nodes: the mesh (nodes, ranks of a node); None until a plan needs it.
+        replicas: the same with one rank in each, which has all of a unit; None likewise.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._all_ranks = init_device_mesh(device.type, (dist.get_world_size(),))
         self.nodes: DeviceMesh | None = None
+        self.replicas: DeviceMesh | None = None
         self._warm_up(self._all_ranks.get_group())
 
     def add_nodes(self, plan: Plan) -> None:
-        """Makes the mesh of nodes if the plan needs it and it is not there; ranks of a node have successive numbers."""
+        """Makes the meshes that the plan needs, if they are not there; ranks of a node have successive numbers."""
         world = dist.group.WORLD
+        homes = {effects_of(treatment).sharded_over for unit in plan.units for treatment in unit.treatments}
+        if self.replicas is None and "one" in homes:
+            assert world is not None
+            self.replicas = _mesh_of_nodes(world, self.device.type, 1)
+            dtensors.mix_meshes()
+            if self.device.type != "cpu":
+                dist.all_reduce(torch.zeros(1, device=self.device), group=self.replicas.get_group("nodes"))
         if self.nodes is not None or not plan.needs_nodes:
             return
         assert world is not None
         assert plan.node_size is not None
         self.nodes = _mesh_of_nodes(world, self.device.type, plan.node_size)
         self._warm_up(self.nodes.get_group("node"))
-        if any("home" in treatment for unit in plan.units for treatment in unit.treatments):
+        if "node" in homes:
             dtensors.mix_meshes()
             if self.device.type != "cpu":
                 dist.all_reduce(torch.zeros(1, device=self.device), group=self.nodes.get_group("nodes"))
 
     def mesh_for(self, treatment: Treatment) -> DeviceMesh:
         """Mesh that a unit with this treatment is sharded over between steps."""
-        if effects_of(treatment).sharded_over == "all":
-            return self._all_ranks
-        assert self.nodes is not None
-        return self.nodes
+        over = effects_of(treatment).sharded_over
+        mesh = {"all": self._all_ranks, "node": self.nodes, "one": self.replicas}[over]
+        assert mesh is not None
+        return mesh
 
     def warm_up_exchanges(self, treatments: Iterable[Treatment]) -> None:
         """Runs an all-to-all over the ranks that exchange activations, as `warm_up` runs other collectives."""
@@ -86,10 +95,10 @@ class Meshes:
 
         world = dist.new_group(backend="fake")
         fakes = {self._all_ranks.get_group(): world}
-        if self.nodes is not None:
-            for name, ranks in zip(_NAMES, (self.nodes.mesh.T, self.nodes.mesh), strict=True):
+        for mesh in filter(None, (self.nodes, self.replicas)):
+            for name, ranks in zip(_NAMES, (mesh.mesh.T, mesh.mesh), strict=True):
                 fake, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend="fake")
-                fakes[self.nodes.get_group(name)] = fake
+                fakes[mesh.get_group(name)] = fake
         real, dist.group.WORLD = dist.group.WORLD, world
         try:
             with gathering.on_process_groups(groups, fakes):

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from lightning_osdp.cli.answer import step_seconds
-from lightning_osdp.core.axes import ACTIVATION_CHOICES, DEFAULT_ACTIVATIONS, NAMED_MODES, SELECTIVE
+from lightning_osdp.core.axes import ACTIVATION_CHOICES, DEFAULT_ACTIVATIONS, NODE_STATIONARY, SELECTIVE, STATIONARY
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.plans.plan import Plan
@@ -30,6 +30,9 @@ from lightning_osdp.report.sentences import tell_kept, tell_peak
 from lightning_osdp.report.tables import table
 
 OSDP = "OSDP"
+
+_MOVING_EITHER = (*SearchSpace().offered_modes, STATIONARY.name, NODE_STATIONARY.name)
+"""Modes in which weights move, and in which activations do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +266,7 @@ class Strategies:
                 host_limit_bytes=host_limit_bytes,
                 micro_batch_size=policy,
                 search_space=SearchSpace(
-                    modes=tuple(NAMED_MODES) if self.stationary else None,
+                    modes=_MOVING_EITHER if self.stationary else None,
                     states=places,
                     shards=places,
                     activations=tuple(self.activations) if is_free else ("keep",),

@@ -33,6 +33,8 @@ class Subject:
     """True if its shard may be on the host between steps: all or nothing of the unit is trained."""
     may_leave_alone: bool = True
     """True if its shard may be there without states: nothing of the unit is trained."""
+    may_replicate: bool = True
+    """True if each rank may have all of it: something of the unit is trained, in the precision of its shard."""
     may_stay: bool = True
     """True if its unsharded weights stay right from one step to the next, for nothing of the unit is trained."""
     may_wait: bool = True
@@ -67,19 +69,21 @@ def _moves_applies(value: str, _: Treatment, subject: Subject) -> bool:
     return value == "weights" or subject.may_exchange
 
 
-def _home_applies(value: str, _: Treatment, subject: Subject) -> bool:
-    """Tells if a unit can be sharded over these ranks."""
+def _home_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
+    """Tells if a unit can be sharded over these ranks; a frozen one that stays unsharded is whole on each anyway."""
+    if value == "one":
+        return subject.may_replicate and treatment["moves"] == "weights"
     return value == "all" or subject.has_nodes
 
 
 def _keep_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
-    """Tells if forward can leave so much of a unit: nothing where it moves activations.
+    """Tells if forward can leave so much of a unit: nothing where it moves activations, or each rank has all of it.
 
     Only frozen units can stay unsharded for ever. They are sharded over all ranks, for a shard in the node would save
     no all-gather where there is one in a fit. A shard in the node serves units that are sharded over more ranks than
     those of a node, and that backward comes to.
     """
-    if treatment["moves"] == "activations":
+    if treatment["moves"] == "activations" or treatment["home"] == "one":
         return value == "nothing"
     if value == "always":
         return subject.may_stay and treatment["home"] == "all"
@@ -98,7 +102,8 @@ def _sync_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
 
 def _states_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
     """Tells if states can be there: on the host those of units alone that have any, and whose weights are gathered."""
-    return value == "device" or (subject.has_host and subject.is_trained and treatment["moves"] == "weights")
+    is_gathered = treatment["moves"] == "weights" and treatment["home"] != "one"
+    return value == "device" or (subject.has_host and subject.is_trained and is_gathered)
 
 
 def _shard_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
@@ -134,8 +139,16 @@ AXES: Mapping[str, Axis] = {
             can_change=False,
         ),
         # Over which ranks a unit is sharded between steps: all, or those of a node; each node then has all of it, and
-        # what a rank gets of reduced gradients is all-reduced between nodes.
-        Axis(name="home", on="unit", values=("all", "node"), default="all", applies=_home_applies, can_change=False),
+        # what a rank gets of reduced gradients is all-reduced between nodes. Or one: each rank has all of it, unsharded
+        # for ever, and gradients are all-reduced over all ranks.
+        Axis(
+            name="home",
+            on="unit",
+            values=("all", "node", "one"),
+            default="all",
+            applies=_home_applies,
+            can_change=False,
+        ),
         # Part of a unit that forward leaves for backward beside its shard: nothing; a shard in each node, from which
         # backward gathers without the network between nodes; the whole unsharded unit; or that for ever: gathered
         # once, it stays unsharded beside its shard through all steps and evaluations.
@@ -310,6 +323,9 @@ and ranks of a node."""
 HDP = Treatment(home="node", keep="whole")
 """DP among the ranks of a node, replicated across nodes: ``_HYBRID_SHARD_ZERO2``."""
 
+REPLICATED = Treatment(home="one")
+"""Whole on each rank, with its gradients and states, and never gathered: gradients are all-reduced, as by DDP."""
+
 STATIONARY = Treatment(moves="activations")
 """Never gathered: ranks exchange inputs and outputs of its operators, of which each computes its part. Column-wise and
 row-wise tensor parallelism of an operator, with data parallelism around it."""
@@ -324,6 +340,7 @@ NAMED_MODES: Mapping[str, Treatment] = {
     "resident": RESIDENT,
     "HSDP": HSDP,
     "HDP": HDP,
+    "replicated": REPLICATED,
     "stationary": STATIONARY,
     "node_stationary": NODE_STATIONARY,
 }
@@ -333,7 +350,7 @@ that gather a unit over the same ranks, the one with the least memory first."""
 _OF_NAMES = ("moves", "home", "keep")
 """Axes that names tell."""
 
-_EVERYWHERE = Subject(has_nodes=False, may_stay=False, may_exchange=False)
+_EVERYWHERE = Subject(has_nodes=False, may_replicate=False, may_stay=False, may_exchange=False)
 
 MODES = {name: mode for name, mode in NAMED_MODES.items() if mode.within(_EVERYWHERE) == mode}
 """Named modes that apply to any unit on any cluster, in the same order."""
@@ -378,9 +395,12 @@ def named(*names: str, sync: str = "every") -> tuple[Treatment, ...]:
 def freed_and_kept(treatment: Treatment) -> tuple[Treatment, Treatment]:
     """Returns the treatment twice: with nothing of the unit left after forward, and with all of it kept.
 
-    A unit that is kept for ever is so in the second. Where activations move, weights do in both.
+    A unit that is kept for ever is so in the second, and one that each rank has all of in both. Where activations move,
+    weights do in both.
     """
     gathered = treatment.but(moves="weights")
+    if gathered["home"] == "one":
+        return gathered, gathered
     kept = gathered if gathered["keep"] == "always" else gathered.but(keep="whole")
     return gathered.but(keep="nothing"), kept
 

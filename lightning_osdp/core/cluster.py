@@ -101,7 +101,8 @@ class Links:
 UNIT_PARTS = ("gather", "flatten", "reduce", "accumulate", "stay")
 """Work of the runtime for a unit beside collectives: for each all-gather (views, allocating and freeing); in each
 micro-batch (hooks, one tensor of all gradients); for each reduce-scatter; for each reduce-scatter that is left out; in
-each step, in place of all that, where the unit is resident (showing its weights, and its shards again)."""
+each step, in place of all that, where the unit is resident (showing its weights, and its shards again); in each
+micro-batch where it is trained, for each rank has all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +253,12 @@ class Cluster(Stored):
 
     def _links(self, over: str) -> Links | Cluster:
         return self if over == "all" or self.within_node is None else self.within_node
+
+    def all_reduce_s(self, num_bytes: float) -> float:
+        """Seconds of one all-reduce of so many bytes over all ranks; as `all_reduce_between_s` where not measured."""
+        if self.all_reduce is not None:
+            return self.all_reduce.ring_s(num_bytes, self.world_size)
+        return self.reduce_scatter_s(num_bytes) + self.all_gather_s(num_bytes)
 
     def all_reduce_between_s(self, num_bytes: float) -> float:
         """Seconds of one all-reduce of so many bytes over the ranks that have the same place in their nodes.

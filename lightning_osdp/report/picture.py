@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, NODE_STATIONARY, RESIDENT, STATIONARY, ZDP
+from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, NODE_STATIONARY, REPLICATED, RESIDENT, STATIONARY, ZDP
 from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
@@ -40,6 +40,7 @@ KINDS = {
     HPZ.name: ("#7FB2D6", "hpZ: freed, gathered again in nodes"),
     HSDP.name: ("#C3E6CB", "HSDP: in the node, freed, gathered again"),
     HDP.name: ("#2E8B57", "HDP: in the node, gathered once, kept"),
+    REPLICATED.name: ("#C77C11", "replicated: trained, all of it on each rank"),
     STATIONARY.name: ("#8E6BBF", "stationary: never gathered, activations move"),
     NODE_STATIONARY.name: ("#C4B2E0", "node_stationary: likewise, in nodes"),
 }

@@ -123,6 +123,9 @@ def _explain_mode(units: Sequence[Unit], plan: Plan) -> str:
         return NOT_PREDICTED
     if effects_of(unit.treatments[0]).exchanges:
         return _explain_exchange(units, plan)
+    if effects_of(unit.treatments[0]).sharded_over == "one":
+        sharding = [each.cost(each.treatments[0].but(home="all")).beyond(each.cost()) for each in units]
+        return f"trained: all of it on each rank, {_takes(sharding, 1.0)} more, {_saves(sharding, 1.0)}"
     freed, kept = freed_and_kept(unit.treatments[0])
     num_kept = sum(each == kept for each in unit.treatments)
     unkept = next((each for each in unit.treatments if each != kept), freed)
@@ -371,7 +374,8 @@ def _sent_share(collective: Collective, plan: Plan) -> float:
     """Fraction of a unit's bytes that a rank sends in a collective."""
     ranks, node_size = plan.world_size, plan.node_size or plan.world_size
     if collective.operation == "all_reduce":
-        return 2 * (1 - node_size / ranks) / node_size
+        held_by = 1 if collective.over == "all" else node_size
+        return 2 * (1 - held_by / ranks) / held_by
     number = {"all": ranks, "node": node_size}[collective.over]
     return (number - 1) / number
 

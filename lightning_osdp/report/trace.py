@@ -32,6 +32,7 @@ _COLLECTIVES = {
     "reduce_in_node": "reduce-scatter in nodes",
     "scatter_in_node": "reduce-scatter in nodes",
     "all_reduce": "all-reduce between nodes",
+    "reduce_whole": "all-reduce",
     "exchange_inputs": "exchange of inputs",
     "exchange_outputs": "exchange of outputs",
     "exchange_output_gradients": "exchange of gradients of outputs",

@@ -15,6 +15,7 @@ from lightning_osdp.core.axes import (
     NAMED_MODES,
     NODE_STATIONARY,
     ONE_NODE,
+    REPLICATED,
     RESIDENT,
     STATIONARY,
     ZDP,
@@ -30,7 +31,7 @@ from lightning_osdp.core.axes import (
 
 def test_treatments_are_found_by_their_names_least_memory_first():
     expected = [("ZDP", ZDP), ("hpZ", HPZ), ("DP", DP), ("resident", RESIDENT), ("HSDP", HSDP), ("HDP", HDP)]
-    expected += [("stationary", STATIONARY), ("node_stationary", NODE_STATIONARY)]
+    expected += [("replicated", REPLICATED), ("stationary", STATIONARY), ("node_stationary", NODE_STATIONARY)]
     assert list(NAMED_MODES.items()) == expected
     assert [mode.but(sync="last", saves="recompute").name for mode in NAMED_MODES.values()] == [*NAMED_MODES]
     assert named("DP", "HSDP", sync="last") == (DP.but(sync="last"), HSDP.but(sync="last"))
@@ -98,9 +99,18 @@ def test_what_frees_and_what_keeps_a_unit_are_over_the_same_ranks():
         "resident": (ZDP, RESIDENT),
         "HSDP": (HSDP, HDP),
         "HDP": (HSDP, HDP),
+        "replicated": (REPLICATED, REPLICATED),
         "stationary": (ZDP, DP),
         "node_stationary": (HSDP, HDP),
     }
+
+
+def test_each_rank_has_all_of_units_alone_that_are_trained_and_gathered():
+    assert REPLICATED.within(ANYTHING) == REPLICATED.but(keep="whole", states="host").within(ANYTHING) == REPLICATED
+    assert REPLICATED.within(Subject(may_replicate=False)) == ZDP
+    assert STATIONARY.but(home="one").within(ANYTHING) == STATIONARY
+    assert REPLICATED.but(sync="last").within(ANYTHING) == REPLICATED.but(sync="last")
+    assert not REPLICATED.needs_nodes
 
 
 def test_only_treatments_that_there_are_are_offered():

@@ -196,7 +196,7 @@ def test_a_search_space_of_lists_and_sets_is_stored():
             {"modes": ["DDP"]},
             (
                 "SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP',"
-                " 'stationary', 'node_stationary')"
+                " 'replicated', 'stationary', 'node_stationary')"
             ),
         ),
         ({"slices": [1, 2.5]}, "search_space.slices[1] to be a whole number below 2^63, got 2.5"),

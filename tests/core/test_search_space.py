@@ -24,7 +24,7 @@ def test_modes_that_do_not_exist_and_none_at_all_are_refused(modes):
     assert (
         str(caught.value)
         == "SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'resident', 'HSDP', 'HDP',"
-        f" 'stationary', 'node_stationary'), got {modes!r}."
+        f" 'replicated', 'stationary', 'node_stationary'), got {modes!r}."
     )
 
 

@@ -197,7 +197,7 @@ class BackwardWatch:
         if not (self._is_ending or self._has_got(index)):
             _leave_as_forward(group)
             return
-        if resident.stays(group):
+        if resident.reduces_nothing(group):
             group._training_state = TrainingState.IDLE
             return
         have = [has_unreduced_gradient(parameter) for parameter in group.fsdp_params]

@@ -3,7 +3,8 @@
 Torch runs its hooks at each module of a unit, and wraps them anew at each call, so that dynamo leaves them alone. Most
 find nothing to do: the others have entered the unit, or its weights are resident. Beside casting they would
 note that the unit is in use, have backward end the unit where it comes to the unit's inputs, and gather the next
-unit ahead. Modules of a resident unit have none of them while it shows its kept weights.
+unit ahead. Modules of a resident unit have none of them while it shows its kept weights, but the first module of a unit
+that is trained: its inputs tell backward that it is through with the unit.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class _Unit:
         if self._off or counters["frames"]:
             return
         entering, leaving = zip(*self.hooks, strict=True)
-        first = len(entering) if self.casts_inputs else int(len(self.ahead) > 0)
+        first = (
+            len(entering) if self.casts_inputs else int(len(self.ahead) > 0 or not resident.reduces_nothing(self.group))
+        )
         for hooks, number in (*entering[first:], *(() if self.casts_outputs else leaving)):
             if number in hooks:
                 before = [*takewhile(number.__ne__, hooks)]
@@ -119,7 +122,11 @@ class _Call:
         """Enters the unit, unless it is there."""
         if self._group is None or not self._is_there():
             return self._enter(module, args, kwargs)
-        return self._state._cast_forward_inputs(args, kwargs) if self._unit.casts_inputs else None
+        if self._unit.casts_inputs:
+            args, kwargs = self._state._cast_forward_inputs(args, kwargs)
+        if self._is_first and not (self._is_in_forward or resident.reduces_nothing(self._group)):
+            return self._group._register_post_backward_hook(args, kwargs)
+        return (args, kwargs) if self._unit.casts_inputs else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:

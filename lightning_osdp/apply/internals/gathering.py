@@ -193,8 +193,12 @@ def drop_retained(group: Any) -> None:
 def on_collectives(group: Any, note: Callable[[bool], None], begun: Callable[[], None] = access.do_nothing) -> None:
     """Calls ``note`` before each all-gather (with False) and each reduce-scatter (with True) of a unit.
 
-    ``begun`` is called once the collective has begun, or ended where it is waited for.
+    ``begun`` is called once the collective has begun, or ended where it is waited for. A unit that each rank has all of
+    has none of these but an all-reduce, which counts as a reduce-scatter.
     """
+    if group.mesh_info.shard_mesh_size == 1 and isinstance(group.mesh_info, HSDPMeshInfo):
+        group.post_backward = partial(_reduce_between, group, group.post_backward, note, begun)
+        return
     scatter = group._reduce_scatter_comm
 
     def gather(output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
@@ -211,6 +215,20 @@ def on_collectives(group: Any, note: Callable[[bool], None], begun: Callable[[],
 
     group.modules[0].set_custom_all_gather(_Collective(gather, _allocated))
     group.modules[0].set_custom_reduce_scatter(_Collective(reduce, scatter.allocate))
+
+
+def _reduce_between(
+    group: Any,
+    post_backward: Callable[..., None],
+    note: Callable[[bool], None],
+    begun: Callable[[], None],
+    *unused: Any,
+) -> None:
+    """Ends backward of a unit that each rank has all of, whose gradients are all-reduced between ranks."""
+    if group.reduce_grads:
+        note(True)
+    post_backward(*unused)
+    begun()
 
 
 def whole_storages(module: nn.Module) -> Iterator[Tensor]:

@@ -1,8 +1,8 @@
-"""Units that stay unsharded for ever, as nothing of them is trained."""
+"""Units that stay unsharded for ever: nothing of them is trained, or each rank has all of them between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,11 +27,13 @@ class _Kept(NamedTuple):
     """Hash of this rank's rows of the unsharded weight; None where the shard has memory of its own."""
 
 
-def set_resident(module: nn.Module, *, is_resident: bool) -> None:
+def set_resident(module: Any, *, is_resident: bool) -> None:
     """Has a unit stay unsharded as `Residence` says, or as any other does."""
     group = access.group_of(module)
     if group is not None:
         setattr(group, _RESIDENT, is_resident)
+        if is_resident and is_replicated(group):
+            module.set_reshard_after_backward(False, recurse=False)
 
 
 class _Places:
@@ -58,7 +60,7 @@ class _Places:
 
     def show(self) -> bool:
         """Puts whole weights into the modules; returns False where torch has to."""
-        if not self._is_plain:
+        if not (self._is_plain and all(map(_is_trained_alike, self._parameters))):
             return False
         for module, name, each in self._places:
             module._parameters[name] = each._unsharded_param
@@ -81,7 +83,7 @@ class _Places:
 
 
 class Residence:
-    """Keeps unsharded weights of units that are told to stay so, as long as all their parameters are frozen.
+    """Keeps unsharded weights of units that are told to stay so, as long as they can: see `stays`.
 
     All of them are gathered before a forward gathers its first unit, one parameter after the other, the largest first:
     so the buffers of their all-gathers are small where much is there already, however many modules a unit has. Where
@@ -89,7 +91,8 @@ class Residence:
     other unit. Where the unit is needed again, its module gets the kept weights, and no all-gather runs.
 
     A shard of the same precision becomes a view of this rank's rows of the unsharded weight: so a unit takes no more
-    than it does under DDP. It gets memory of its own again before the unsharded weight is freed.
+    than it does under DDP. It gets memory of its own again before the unsharded weight is freed. The shard of a unit
+    that each rank has all of is all of the unsharded weight: an optimizer that writes to the one has written to both.
 
     Shards may have been written to meanwhile: by users' hooks, by what loads weights, or by an optimizer that has them.
     So ranks agree, before a unit is needed for the first time after that, of which units shards are others than what is
@@ -150,6 +153,17 @@ class Residence:
             if group.is_unsharded and stays(group) and places.hide():
                 self._when_hidden.get(group, access.do_nothing)()
                 self._is_open |= self.opens_itself
+
+    def outdate(self, shards: Iterable[Any]) -> None:
+        """Has backward raise that comes to weights which forward has saved, for an optimizer writes to these shards.
+
+        It writes to the memory of weights, of whose versions it does not know.
+        """
+        written = {id(shard) for shard in shards}
+        for group in filter(is_replicated, self._kept):
+            increment_version(
+                [each._unsharded_param for each in group.fsdp_params if id(each.sharded_param) in written]
+            )
 
     def on_hidden(self, group: Any, call: Callable[[], None]) -> None:
         """Calls a function whenever a unit may show its kept weights no longer."""
@@ -228,7 +242,9 @@ class Residence:
     def _keep(self, group: Any) -> None:
         """Keeps a unit that is gathered, and whose shards are where they stay."""
         hashes = [
-            dtensors.hash_of(unsharded.own_rows(group, each)) if unsharded.is_shared(each) else None
+            dtensors.hash_of(unsharded.own_rows(group, each))
+            if unsharded.is_shared(each) and not is_replicated(group)
+            else None
             for each in group.fsdp_params
         ]
         self._kept[group] = [*map(_Kept, _marks(group), hashes)]
@@ -283,8 +299,8 @@ class Residence:
         self._places.pop(group, None)
         if not stays(group):
             _outdate(group)
-        _part(group)
         for parameter in group.fsdp_params:
+            _part_one(parameter)
             parameter.free_unsharded_param()
 
     def _is_unwritten(self, group: Any) -> bool:
@@ -295,14 +311,29 @@ class Residence:
         """Tells if this rank's shards of a unit differ from its rows of the kept weights, bit by bit."""
         if not stays(group):
             return True
+        if is_replicated(group):
+            return [known.mark for known in self._kept[group]] != self._marks[group]
         shards = zip(group.fsdp_params, self._kept[group], self._marks[group], strict=True)
         return any(_differs(group, parameter, known.hash) for parameter, known, mark in shards if mark != known.mark)
 
 
 def stays(group: Any) -> bool:
-    """Tells if a unit stays unsharded: it is told to, and its parameters are all frozen."""
-    is_resident = getattr(group, _RESIDENT, False)
-    return is_resident and not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+    """Tells if a unit stays unsharded: it is told to, and its parameters are all frozen, or each rank has all of it."""
+    return getattr(group, _RESIDENT, False) and (is_replicated(group) or _is_frozen(group))
+
+
+def reduces_nothing(group: Any) -> bool:
+    """Tells if a unit stays unsharded, and backward has nothing to do for it."""
+    return getattr(group, _RESIDENT, False) and _is_frozen(group)
+
+
+def is_replicated(group: Any) -> bool:
+    """Tells if each rank has all of a unit between steps."""
+    return bool(group.mesh_info.shard_mesh_size == 1)
+
+
+def _is_frozen(group: Any) -> bool:
+    return not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
 
 
 def _outdate(group: Any) -> None:
@@ -316,7 +347,12 @@ def _is_changed(parameter: Any) -> bool:
     whole, (gathered,) = parameter._unsharded_param, parameter.all_gather_outputs
     if whole.data_ptr() != gathered.data_ptr() or not gathered.untyped_storage().resizable():
         return True
-    return bool(whole.requires_grad != parameter.sharded_param.requires_grad)
+    return not _is_trained_alike(parameter)
+
+
+def _is_trained_alike(parameter: Any) -> bool:
+    """Tells if an unsharded weight is trained, or frozen, as its shard is."""
+    return bool(parameter._unsharded_param.requires_grad == parameter.sharded_param.requires_grad)
 
 
 def _num_bytes(parameter: Any) -> int:
@@ -326,8 +362,17 @@ def _num_bytes(parameter: Any) -> int:
 
 
 def _marks(group: Any) -> list[tuple[int, ...]]:
-    """Marks of each shard of a unit, which are others once somebody has written to it, or might have."""
-    return [dtensors.mark_of(parameter.sharded_param) for parameter in group.fsdp_params]
+    """Marks of each shard of a unit, which are others once somebody has written to it, or might have.
+
+    A shard that is all of the unsharded weight may be written to, but not have other memory.
+    """
+    marks: list[tuple[int, ...]] = []
+    is_all = is_replicated(group)
+    for parameter in group.fsdp_params:
+        sharded, rows = parameter.sharded_param, parameter._sharded_local_tensor
+        is_one = is_all and unsharded.is_shared(parameter)
+        marks.append((id(sharded), id(rows), rows.data_ptr()) if is_one else dtensors.mark_of(sharded))
+    return marks
 
 
 @torch.no_grad()
@@ -346,8 +391,13 @@ def _share(group: Any, parameter: Any) -> None:
 def _part(group: Any) -> None:
     """Gives shards of a unit memory of their own where they share that of the unsharded weight."""
     for parameter in group.fsdp_params:
-        if unsharded.is_shared(parameter):
-            _move_shard(parameter, parameter._sharded_param_data.clone())
+        _part_one(parameter)
+
+
+@torch.no_grad()
+def _part_one(parameter: Any) -> None:
+    if unsharded.is_shared(parameter):
+        _move_shard(parameter, parameter._sharded_param_data.clone())
 
 
 def _move_shard(parameter: Any, flat: Tensor) -> None:

@@ -111,7 +111,7 @@ def pass_inputs(module: nn.Module) -> None:
         if not given:
             return args, kwargs
         gathering.note_inputs(group)
-        if resident.stays(group):  # backward has nothing to reduce then, and nothing to free
+        if resident.reduces_nothing(group):  # backward has nothing to reduce then, and nothing to free
             return args, kwargs
         once = dict.fromkeys(given)
         made = dict(zip(once, _Inputs.apply(group, *once), strict=True))  # type: ignore[no-untyped-call]

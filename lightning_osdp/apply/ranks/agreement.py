@@ -159,7 +159,7 @@ class Agreement:
         """Forgets gradients that were dropped since the last backward."""
         self._watch.is_announced, self._begun = True, None
         for start, group in zip(self._starts, self._groups, strict=True):
-            if backward.has_partial_gradients(group) or resident.stays(group):
+            if backward.has_partial_gradients(group) or resident.reduces_nothing(group):
                 continue
             for place, (parameter, owner) in enumerate(access.parameters_of(group), start):
                 if parameter.grad is None and not backward.has_unreduced_gradient(owner):
@@ -424,10 +424,12 @@ class Agreement:
 
     def _check_nodes(self) -> None:
         """Raises `RanksApartError` unless all nodes have the same values of units that each of them has all of."""
-        hashes = [dtensors.hash_of(part()) % _PRIME for _, _, part in self._in_nodes]
-        if not hashes:
-            return
-        mesh = self._in_nodes[0][1]
+        for mesh in dict.fromkeys(mesh for _, mesh, _ in self._in_nodes):
+            self._check_replicas(mesh)
+
+    def _check_replicas(self, mesh: Any) -> None:
+        held = [(name, part) for name, on, part in self._in_nodes if on == mesh]
+        hashes = [dtensors.hash_of(part()) % _PRIME for _, part in held]
         values = [value for each in hashes for value in (each, -each)]
         by_local_rank = [-_PRIME] * (mesh.size(1) * len(values))  # ranks of a node have different rows
         start = mesh.get_local_rank(1) * len(values)
@@ -435,10 +437,11 @@ class Agreement:
         largest = self._largest(by_local_rank)
         for place, (most, negated_least) in enumerate(zip(largest[::2], largest[1::2], strict=True)):
             if most + negated_least > 0:
-                name = self._in_nodes[place % len(hashes)][0]
+                name = held[place % len(hashes)][0]
                 raise RanksApartError(
                     f"Expected every node to have the same values of each parameter, but those of {name!r} differ. Each"
-                    " node has all of it (HSDP, HDP, node_stationary), so what changes weights or gradients of shards"
+                    " node has all of it (HSDP, HDP, node_stationary), or each rank (replicated), so what changes"
+                    " weights or gradients of shards"
                     " must do the same in all nodes: draw their random numbers from a generator of their own, seeded by"
                     " the rank in the node, parameter.device_mesh.get_local_rank('node'), or leave these modes out:"
                     f" OSDPStrategy(search_space={OVER_ALL})."

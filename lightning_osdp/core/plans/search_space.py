@@ -19,7 +19,7 @@ from lightning_osdp.core.axes import (
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError
 
-_MOVING_WEIGHTS = tuple(name for name, mode in NAMED_MODES.items() if "moves" not in mode)
+_BY_DEFAULT = tuple(name for name, mode in NAMED_MODES.items() if "moves" not in mode and mode["home"] != "one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,11 @@ class SearchSpace:
     modes: tuple[str, ...] | None = None
     """Sharding modes that a unit may take: ``("ZDP",)`` frees every one after forward, ``("DP",)`` keeps all parameters
     gathered; ``("hpZ",)`` leaves a shard in each node; ``("HSDP", "HDP")`` shards in the node and replicates across. On
-    one node these are ZDP and DP. ``resident`` keeps frozen units for ever. ``stationary`` moves activations of
-    operators and of pairs in place of their weights, and ``node_stationary`` among the ranks of each node. None: all in
-    which weights move, and operators by themselves may move activations if a step is predicted to take a fifth less so,
-    and 0.1 s less."""
+    one node these are ZDP and DP. ``resident`` keeps frozen units for ever. ``replicated`` has all of a trained unit on
+    each rank, and all-reduces its gradients. ``stationary`` moves activations of operators and of pairs in place of
+    their weights, and ``node_stationary`` among the ranks of each node. None: all in which weights move, but not
+    ``replicated``, and operators by themselves may move activations if a step is predicted to take a fifth less so, and
+    0.1 s less."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Micro-batches that may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""
@@ -100,7 +101,7 @@ class SearchSpace:
     @property
     def offered_modes(self) -> tuple[str, ...]:
         """`modes`, or those that are offered where nobody has named any."""
-        return _MOVING_WEIGHTS if self.modes is None else self.modes
+        return _BY_DEFAULT if self.modes is None else self.modes
 
     @property
     def saves(self) -> tuple[str, ...]:

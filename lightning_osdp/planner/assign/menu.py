@@ -30,9 +30,19 @@ def subject_of(unit: UnitProfile, step: Step, engine: FSDP2) -> Subject:
         may_leave=unit.parameter_bytes > 0 and unit.trainable_bytes in {0, unit.parameter_bytes},
         may_leave_alone=not unit.gradient_bytes,
         may_exchange=unit.exchange is not None and unit.block is None and step.cluster.world_size > 1,
+        may_replicate=_may_replicate(unit) and step.cluster.world_size > 1,
         may_stay=not unit.gradient_bytes and not unit.is_root and step.cluster.world_size > 1,
         may_wait=waits and engine.may_wait(unit),
     )
+
+
+def _may_replicate(unit: UnitProfile) -> bool:
+    """Tells if a unit's weights can be views of its shard where that is whole: none is a scalar, or cast."""
+    has_rows = all(each.num_elements > 1 for each in unit.parameters)
+    is_cast = unit.gathered_bytes != unit.parameter_bytes or any(
+        each.itemsize != each.gathered_itemsize for each in unit.parameters
+    )
+    return unit.gradient_bytes > 0 and not unit.is_root and has_rows and not is_cast
 
 
 def applicable(unit: UnitProfile, step: Step, engine: FSDP2) -> Modes:

@@ -130,6 +130,9 @@ class StepMemory:
     """Bytes of each that its shard has as well where it is resident, in the order of `gathered_bytes`."""
     whole_bytes: tuple[float, ...]
     """S - s of each: what it takes to have its gradients whole from one micro-batch to the next."""
+    summed_bytes: tuple[tuple[float, float], ...] = ()
+    """Bytes of each beside its reduced gradients while these are all-reduced as a whole and backward goes on, where
+    every micro-batch does that, and where the last one does: gradients that are cast then, or added to earlier ones."""
     saved_bytes: tuple[Mapping[str, float], ...]
     """A of each: what a choice of activations saves beyond the one that saves least; empty where there is no choice."""
     largest_bytes: Mapping[int, float]
@@ -170,18 +173,30 @@ class StepMemory:
         effects, saved = effects_of(mode), self.saved_bytes[place].get(mode["saves"], 0.0)
         left = self._left_bytes(place, effects)
         always = self.more_states_bytes(self.order[place], mode) + (left if effects.stays else 0.0)
-        if effects.holds_whole_gradients:
-            always += self.whole_bytes[place] + (self.reduced_bytes[place] if effects.shard_on_host else 0.0)
+        always += self._whole_bytes(place, effects) + self._summed_bytes(place, effects)
         return Held(saved if effects.stays else saved + left, always)
+
+    def _whole_bytes(self, place: int, effects: Effects) -> float:
+        """Bytes by which gradients that are whole between micro-batches exceed reduced ones on the device."""
+        if not effects.holds_whole_gradients or effects.sharded_over == "one":
+            return 0.0
+        return self.whole_bytes[place] + (self.reduced_bytes[place] if effects.shard_on_host else 0.0)
+
+    def _summed_bytes(self, place: int, effects: Effects) -> float:
+        """Bytes that an all-reduce of a unit that each rank has all of leaves until backward is over."""
+        if effects.sharded_over != "one" or not self.summed_bytes:  # the paper has no such units
+            return 0.0
+        every, last = self.summed_bytes[place]
+        return last if effects.holds_whole_gradients else every
 
     def _left_bytes(self, place: int, effects: Effects) -> float:
         """Bytes that forward leaves of a unit, or of its inputs, beyond what is there between steps."""
         if effects.exchanges:
             return self.exchanged_bytes.get((self.order[place], effects.sharded_over), 0.0)
-        if effects.is_resident:
-            return self.gathered_bytes[place] - self.shared_bytes[place]
         if effects.left_over == effects.sharded_over:
             return 0.0
+        if effects.is_resident:
+            return self.gathered_bytes[place] - self.shared_bytes[place]
         return self.gathered_bytes[place] / (1 if effects.is_kept else self.node_size)
 
     def held_at(self, num_freed: int, unit: int, mode: Treatment) -> float:
@@ -254,11 +269,8 @@ class StepMemory:
             resident = {"gathered parameters": self._resident_bytes(modes)}
             return PeakMemory.of(self.moment(UPDATE), besides=replicated | resident)
         chosen = [modes[unit] for unit in self.order]
-        whole = sum(
-            num_bytes
-            for mode, num_bytes in zip(chosen, self.whole_bytes, strict=True)
-            if effects_of(mode).holds_whole_gradients
-        )
+        whole = sum(self._whole_bytes(place, effects_of(mode)) for place, mode in enumerate(chosen))
+        summed = sum(self._summed_bytes(place, effects_of(mode)) for place, mode in enumerate(chosen))
         saved = sum(
             of_choice.get(mode["saves"], 0.0) for mode, of_choice in zip(chosen[:k], self.saved_bytes[:k], strict=True)
         )
@@ -268,8 +280,9 @@ class StepMemory:
             if (effects := effects_of(modes[unit])).exchanges
         )
         besides = {
-            "gathered parameters": self.kept_bytes(modes)[k] - whole - saved - states,
+            "gathered parameters": self.kept_bytes(modes)[k] - whole - summed - saved - states,
             "accumulated gradients": whole,
+            "reduced gradients": summed,
             "activations": saved,
         }
         return PeakMemory.of(self.moment(k), besides=besides | replicated)
@@ -309,9 +322,10 @@ def step_memory(
     least = [moving[unit] if unit in moving else hosted.get(unit, ZDP) for unit in range(len(step.units))]
     profile, units, samples = step.profile, step.units, step.workload.micro_batch_size
     order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, step.cluster.world_size).units
+    wholes = engine.layout(units, profile.optimizer, 1).units
     saved = [_saved_beyond(units[unit], activations, samples) for unit in order]
     in_flight = in_flight_bytes(step.cluster, _copied(step, activations))
-    over_ranks = {over: step.cluster.num_ranks(over) for over in ("all", "node")}
+    over_ranks = {over: step.cluster.num_ranks(over) for over in ("all", "node", "one")}
     known = {} if known is None else known
     largest: dict[int, _Floor] = {}
     for choice in [each for each in activations if any(each in of for of in saved)] or activations[:1]:
@@ -329,15 +343,13 @@ def step_memory(
             if k not in largest or floor_bytes > largest[k].num_bytes:
                 largest[k] = _Floor(floor_bytes, known[key], *less)
 
-    states: Sequence[Mapping[tuple[str, bool, bool], float]] = ()
-    if step.cluster.has_nodes or hosted or profile.optimizer.host_s_per_element is not None:
-        states = _more_states(
-            units,
-            profile.optimizer,
-            (over_ranks["node"], over_ranks["all"]),
-            tuple(_on_host(hosted.get(unit, ZDP)) for unit in range(len(units))),
-            engine,
-        )
+    states = _more_states(
+        units,
+        profile.optimizer,
+        tuple(over_ranks.items()),
+        tuple(_on_host(hosted.get(unit, ZDP)) for unit in range(len(units))),
+        engine,
+    )
 
     def moment(k: int) -> Moment:
         floor = largest[k]
@@ -351,6 +363,9 @@ def step_memory(
         # with paddings a shard may be larger than what it is a shard of
         whole_bytes=tuple(max(0.0, sizes[unit].whole_gradient - sizes[unit].reduced) for unit in order),
         reduced_bytes=tuple(sizes[unit].reduced for unit in order),
+        summed_bytes=tuple(
+            _summed(wholes[unit].scattered, wholes[unit].reduced, step.workload.num_micro_batches) for unit in order
+        ),
         node_size=step.cluster.node_size or 1,
         saved_bytes=tuple(saved),
         largest_bytes={k: floor.num_bytes for k, floor in largest.items()},
@@ -365,6 +380,12 @@ def step_memory(
         # the floor has those of units that are known to move activations
         states_bytes=tuple(dict.fromkeys(each, 0.0) if unit in moving else each for unit, each in enumerate(states)),
     )
+
+
+def _summed(scattered: float, reduced: float, num_micro_batches: int) -> tuple[float, float]:
+    """`StepMemory.summed_bytes` of one unit, of which these are the bytes where each rank has all of it."""
+    last = scattered if scattered != reduced else 0.0
+    return (scattered if num_micro_batches > 1 else last), last
 
 
 class _Floor(NamedTuple):
@@ -417,11 +438,11 @@ def _on_host(mode: Treatment) -> tuple[bool, bool]:
 def _more_states(
     units: tuple[UnitProfile, ...],
     optimizer: OptimizerProfile,
-    over: tuple[int, int],
+    over: tuple[tuple[str, int], ...],
     least: tuple[tuple[bool, bool], ...],
     engine: FSDP2,
 ) -> tuple[Mapping[tuple[str, bool, bool], float], ...]:
-    """`StepMemory.states_bytes` of each unit, with the ranks of a node and all ranks.
+    """`StepMemory.states_bytes` of each unit, over so many ranks of each kind.
 
     Gradients that micro-batches have scattered in the node alone take the place of the reduced gradient, and may be
     wider.
@@ -434,20 +455,18 @@ def _more_states(
         gradient = max(size.kept_gradient, size.scattered) if scatters else size.kept_gradient
         return layout.shards + layout.optimizer_state + gradient
 
-    in_node, in_all = over
     found = []
     places = [(states, shard) for states in (False, True) for shard in (False, True)]
     for unit, most_on_host in zip(units, least, strict=True):
-        of_all = {on_host: states(unit, in_all, on_host, scatters=False) for on_host in places}
-        of_node = {
-            on_host: max(least_bytes, states(unit, in_node, on_host, scatters=True))
-            for on_host, least_bytes in of_all.items()
-        }
+        of_all = {on_host: states(unit, dict(over)["all"], on_host, scatters=False) for on_host in places}
         found.append(
             {
-                (ranks, of_states, of_shard): num_bytes - of_all[most_on_host]
-                for ranks, of_ranks in (("all", of_all), ("node", of_node))
-                for (of_states, of_shard), num_bytes in of_ranks.items()
+                (ranks, *on_host): (
+                    least_bytes if ranks == "all" else max(least_bytes, states(unit, number, on_host, scatters=True))
+                )
+                - of_all[most_on_host]
+                for ranks, number in over
+                for on_host, least_bytes in of_all.items()
             }
         )
     return tuple(found)

@@ -101,6 +101,9 @@ def collective_s(
         return cluster.reduce_scatter_s(num_bytes, over=over) if num_bytes else 0.0
     if operation == COPY.operation:
         return unit.gathered_bytes / cluster.num_ranks(over) * cluster.host_copy_s_per_byte
+    if over == "all":
+        num_bytes = engine.reduce_scatter_bytes(unit, cluster.num_ranks("one"))
+        return cluster.all_reduce_s(num_bytes) if num_bytes else 0.0
     num_shards = cluster.num_ranks("node")
     num_bytes = engine.reduce_scatter_bytes(unit, num_shards) / num_shards
     return cluster.all_reduce_between_s(num_bytes) if num_bytes else 0.0

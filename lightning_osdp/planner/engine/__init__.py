@@ -27,6 +27,7 @@ from lightning_osdp.planner.engine.events import (
     GATHERS,
     HOLDING_UP,
     OVERHEAD,
+    REDUCTIONS,
     Collective,
     Event,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "KEPT",
     "MOST_SIMULATED",
     "OVERHEAD",
+    "REDUCTIONS",
     "REDUCTIONS_IN_FLIGHT",
     "SAVING",
     "Collective",

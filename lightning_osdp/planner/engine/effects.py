@@ -154,7 +154,7 @@ def _overheads(
     counts = _counts(effects, num_calls, num_reached, has_gradients, num_micro_batches)
     found = dict.fromkeys(UNIT_PARTS, 0)
     if effects.is_resident:
-        found["stay"] = 1
+        found["stay"] = num_micro_batches if has_gradients else 1
     elif not effects.exchanges:
         found["flatten"] = num_micro_batches
     for kind, part in OVERHEAD.items():
@@ -173,6 +173,8 @@ _REDUCTIONS: Mapping[tuple[str, str], tuple[tuple[Kind, ...], tuple[Kind, ...]]]
     ("node", "every"): (("reduce_in_node", "all_reduce"), ("reduce_in_node", "all_reduce")),
     ("node", "node"): (("scatter_in_node",), ("reduce_in_node", "all_reduce")),
     ("node", "last"): (("accumulate",), ("reduce_in_node", "all_reduce")),
+    ("one", "every"): (("reduce_whole",), ("reduce_whole",)),
+    ("one", "last"): (("accumulate",), ("reduce_whole",)),
 }
 """Ranks that a unit is sharded over, and which micro-batches reduce its gradients -> `Effects.reductions`."""
 
@@ -185,7 +187,7 @@ def effects_of(treatment: Treatment) -> Effects:
         sums: tuple[Kind, ...] = ("sum_between",) if home == "node" else ()
         return Effects(sharded_over=home, left_over=home, reductions=(sums, sums), exchanges=True)
     left_over = {"nothing": home, "node": "node", "whole": "one", "always": "one"}[treatment["keep"]]
-    is_resident = treatment["keep"] == "always"
+    is_resident = treatment["keep"] == "always" or home == "one"
     reductions = _REDUCTIONS[home, treatment["sync"]]
     return Effects(
         sharded_over=home,

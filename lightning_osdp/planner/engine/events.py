@@ -25,6 +25,7 @@ Kind = Literal[
     "reduce_in_node",
     "all_reduce",
     "scatter_in_node",
+    "reduce_whole",
     "release",
     "exchange_inputs",
     "exchange_outputs",
@@ -41,9 +42,11 @@ it is in each node, of a unit that is sharded there, or of which forward has lef
 needs the unsharded unit. ``linger``: a forward that is run again has awaited it. ``retain``: forward leaves a shard of
 a unit in each node, then frees it. ``zero``: Lightning drops the gradients of the step before, between the first
 forward and its backward. ``rerun``: forward again, in backward. ``flatten``: a unit's gradients are complete, before it
-is freed. ``stay``: backward is through with a resident unit, which has none. ``reduce``: gradients are reduced and
+is freed. ``stay``: backward is through with a resident unit, which stays; its gradients are complete, if it has any.
+``reduce``: gradients are reduced and
 scattered. ``reduce_in_node``: so they are in each node, and then each rank's are reduced between nodes, ``all_reduce``.
-``scatter_in_node``: the same without that, which the last micro-batch does for all. ``accumulate``: they are left whole
+``scatter_in_node``: the same without that, which the last micro-batch does for all. ``reduce_whole``: gradients of a
+unit that each rank has all of are all-reduced over all ranks. ``accumulate``: they are left whole
 for the next micro-batch. ``release``: what a segment had saved is gone. ``exchange_inputs``, ``exchange_outputs``:
 before and after forward of a unit that moves activations, ranks send inputs and outputs to each other. So they do with
 gradients before and after its backward, ``exchange_output_gradients`` and ``exchange_input_gradients``. Where the unit
@@ -110,6 +113,7 @@ COLLECTIVES: Mapping[Kind, Collective] = {
     "reduce_in_node": Collective("reduce_scatter", "node", "node"),
     "scatter_in_node": Collective("reduce_scatter", "node", "node"),
     "all_reduce": Collective("all_reduce", "nodes", "all"),
+    "reduce_whole": Collective("all_reduce", "all", "all"),
     **{
         kind: Collective(operation, over, over)
         for over, kinds in EXCHANGES_OVER.items()
@@ -118,6 +122,9 @@ COLLECTIVES: Mapping[Kind, Collective] = {
     "sum_between": Collective("all_reduce", "nodes", "all"),
 }
 """Kind of an event -> the collective that it issues, if any."""
+
+REDUCTIONS = frozenset({"reduce", "reduce_in_node", "scatter_in_node", "reduce_whole"})
+"""Kinds of collectives that take a unit's gradients as backward makes them."""
 
 GATHER_OVER: Mapping[str, Kind] = {"all": "gather", "node": "gather_in_node"}
 """Ranks that hold a unit's shards -> the event that gathers it from these."""
@@ -132,6 +139,7 @@ OVERHEAD: Mapping[Kind, str] = {
     "reduce": "reduce",
     "reduce_in_node": "reduce",
     "scatter_in_node": "reduce",
+    "reduce_whole": "reduce",
     "accumulate": "accumulate",
 }
 """Kind of an event -> the part of `Cluster.unit_overhead` that the runtime takes for it."""

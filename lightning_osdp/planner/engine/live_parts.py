@@ -173,7 +173,7 @@ class LiveParts:
         """Begins a step, before which nothing is gathered: with what is resident."""
         parameters = [(each, unit) for unit in self.resident for each in self.sizes[unit].parameters]
         for each, unit in sorted(parameters, reverse=True):
-            buffer = each.gathered if self.world_size > 1 else min(each.gathered, self.sizes[unit].cast_shard)
+            buffer = each.gathered if self.shards[unit] > 1 else min(each.gathered, self.sizes[unit].cast_shard)
             self._add("gathered parameters", each.gathered)
             self._observe("forward", self._name(unit), "gathered parameters", buffer)
             self._add("parameter shards", -each.shared)
@@ -345,13 +345,15 @@ class LiveParts:
         self.received = 0.0 if passed is None else passed.at(self.samples) - self.parts["activations"]
 
     def _flatten(self, unit: int) -> None:
+        """A unit's gradients are complete."""
         if self.sizes[unit].gradients and not self.is_over:
             self._settle(unit)
         if unit in self.accumulated and not self._adds_in_place(unit):
             self._add("unsharded gradients", -self.sizes[unit].gradients)
 
-    def _stay(self, _: int) -> None:
-        """Frees nothing: a resident unit has no gradients."""
+    def _stay(self, unit: int) -> None:
+        """Frees nothing of a resident unit, whose gradients are complete, if it has any."""
+        self._flatten(unit)
 
     def _accumulate(self, unit: int) -> None:
         size = self.sizes[unit]
@@ -374,6 +376,10 @@ class LiveParts:
         self._keep_reduced(unit)
         self.all_reduced += stays
         self._add("reduced gradients", stays)
+
+    def _reduce_whole(self, unit: int) -> None:
+        """All-reduces gradients in place, once they are copied; where they are cast then, they stay to the end."""
+        self._reduce_in_node(unit)
 
     def _keep_reduced(self, unit: int) -> None:
         if unit not in self.reduced:
@@ -398,7 +404,7 @@ class LiveParts:
         last = size.last_whole_gradient if unit in self.accumulated else size.last_gradient
         sent, left = size.flat_gradient, size.flat_gradient + last + size.scattered
         cast = size.reduced if casts and size.scattered != size.reduced else 0.0
-        received = sent * self.copies
+        received = sent * (self.copies and self.shards[unit] > 1)
         self._observe("backward", name, "unsharded gradients", sent)
         if unit in self.accumulated:
             self.accumulated.remove(unit)

@@ -430,7 +430,7 @@ class Host:
             self.exchange("exchange_input_gradients", unit)
         elif not effects.is_resident:
             self.note("flatten", unit)
-        elif self.is_last:
+        elif self.is_last or self.units[unit].gradient_bytes:
             self.note("stay", unit)
         self.leave(unit)
         for kind in effects.reductions[self.is_last] if self.units[unit].gradient_bytes else ():

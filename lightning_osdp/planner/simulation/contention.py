@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing_extensions import override
 
 from lightning_osdp.core.cluster import Contention
-from lightning_osdp.planner.engine import COLLECTIVES, HOLDING_UP, Event
+from lightning_osdp.planner.engine import COLLECTIVES, HOLDING_UP, REDUCTIONS, Event
 from lightning_osdp.planner.simulation.timeline import COMMUNICATION, Durations, Timeline
 
 _BEHIND = {"all_reduce": "node", "all_gather": "host"}
@@ -89,12 +89,12 @@ class ContendedTimeline(Timeline):
         queue = self._queues[link]
         # an all-reduce between nodes is of what the reduce-scatter issued before it has summed inside of them; what an
         # all-gather sends is behind what comes from the host
-        before = self._queues.get(_BEHIND.get(operation, ""))
+        before = None if kind in REDUCTIONS else self._queues.get(_BEHIND.get(operation, ""))
         after = before[-1] if before else None
         issued = _Collective(event, micro_batch, self.durations.collectives_s[kind][of], after)
         if operation == "all_gather":
             self._gathers[of] = issued
-        if operation == "reduce_scatter":
+        if kind in REDUCTIONS:
             self._reduce_scatter = issued
         if not queue and after is None:
             issued.start_s = max(self.communicators_s[link], may_start_s)

@@ -11,7 +11,8 @@ overlaps computing, a gather begins as soon as the communicator is free and
   time;
 - computing waits for the gathers that it needs (AWAIT), and for exchanges of activations, which are of what was
   computed before, with the sums of gradients between nodes that come after them;
-- a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them;
+- a reduce-scatter, or an all-reduce of all ranks, waits for the backward that made its gradients, and the end of
+  backward for all of them;
 - computing waits for a reduce-scatter before it copies the gradients of the next unit that is reduced: torch holds one
   input at most (``reduce_scatter_max_input_buffers``). An all-reduce between nodes is not waited for there;
 - the host may wait for some kinds of collectives (`Cluster.waits_for`), as a device without streams has it;
@@ -31,7 +32,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from lightning_osdp.planner.engine import COLLECTIVES, HOLDING_UP, Event
+from lightning_osdp.planner.engine import COLLECTIVES, HOLDING_UP, REDUCTIONS, Event
 
 COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
 _REDUCTIONS = frozenset(
@@ -115,11 +116,14 @@ class Timeline:
         of_operation = {
             "copy": self._copy_in,
             "all_gather": self._gather,
-            "reduce_scatter": self._reduce,
             "all_reduce": self._all_reduce,
         }
         self._readers |= {
-            kind: self._exchange if kind in HOLDING_UP else of_operation[each.operation]
+            kind: self._exchange
+            if kind in HOLDING_UP
+            else self._reduce
+            if kind in REDUCTIONS
+            else of_operation[each.operation]
             for kind, each in COLLECTIVES.items()
         }
 

@@ -33,8 +33,8 @@ def measure_overlap(device: torch.device, link: Link) -> tuple[bool, tuple[str, 
     """Tells if computing goes on during collectives, kinds that the host waits for, and how both are slowed down.
 
     On CUDA an all-gather runs in another stream. On CPU asynchronous all-gathers and reduce-scatters are tried apart,
-    and the mean of their contention is taken; the host waits for reductions of units that are sharded in the node.
-    Call it on all ranks.
+    and the mean of their contention is taken; the host waits for reductions of units that are sharded in the node, or
+    that each rank has all of. Call it on all ranks.
     """
     if device.type != "cpu":
         beside = _beside_on_cuda(device)
@@ -55,7 +55,7 @@ def measure_overlap(device: torch.device, link: Link) -> tuple[bool, tuple[str, 
         computing=statistics.fmean(each.computing for each in found),
         collectives=statistics.fmean(each.collectives for each in found),
     )
-    return True, (*waits_for, "reduce_in_node", "scatter_in_node", "all_reduce"), contention
+    return True, (*waits_for, "reduce_in_node", "scatter_in_node", "all_reduce", "reduce_whole"), contention
 
 
 def _overlapped_bytes(link: Link) -> int:

@@ -116,3 +116,32 @@ def test_peak_of_resident_units_is_what_was_predicted_from_the_first_step_on(
     assert steady == pytest.approx(later, rel=2e-3)
     # the first step of all has no states yet, as that of a fit that goes on has
     assert first * 0.998 <= largest <= max(first + state, later) * 1.002
+
+
+def predicted_and_counted_replicas(num_micro_batches, sync, number):
+    """Bytes in later steps, predicted and counted, where every so many-th unit is whole on each rank."""
+    world_size, space = dist.get_world_size(), SearchSpace(min_unit_bytes=1024, share_units=False)
+    module = build("wide_mlp", "adamw")
+    plan = plan_for(module, "mixed", world_size=world_size, num_micro_batches=num_micro_batches, space=space)
+    units = [
+        unit.treated(home="one", keep="nothing", sync=sync) if unit.name and place % number == 0 else unit
+        for place, unit in enumerate(plan.units)
+    ]
+    plan = dataclasses.replace(plan, units=tuple(units))
+    predicted = simulate(plan, profile_of(module), stated_cluster(world_size)).peak
+    fit = trainer(OSDPStrategy(plan=plan), accumulate_grad_batches=num_micro_batches)
+    module = build("wide_mlp", "adamw")
+    fit.fit(module, module.loader(dist.get_rank(), world_size))
+    check = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
+    return predicted.peak_bytes, check.measured.peak_bytes, predicted.parts
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "sync", "number"),
+    [slow(1, "every", 1), slow(1, "every", 2), (3, "every", 2), slow(3, "last", 1), slow(3, "last", 2)],
+)
+def test_peak_of_replicated_units_is_what_was_predicted(ranks, num_micro_batches, sync, number):
+    predicted, counted, parts = ranks(2).run(
+        predicted_and_counted_replicas, num_micro_batches=num_micro_batches, sync=sync, number=number
+    )[0]
+    assert predicted == pytest.approx(counted, rel=2e-3), parts

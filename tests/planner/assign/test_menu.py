@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from lightning_osdp.core.axes import DP, NAMED_MODES, RESIDENT, ZDP, modes_of
-from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.axes import DP, NAMED_MODES, REPLICATED, RESIDENT, ZDP, modes_of
+from lightning_osdp.core.cluster import Cluster, UnitOverhead
 from lightning_osdp.core.units import partition
 from lightning_osdp.planner.assign import Setting, assign_modes, block_units
 from lightning_osdp.planner.assign.menu import unbeaten
@@ -123,6 +123,7 @@ def test_what_is_resident_is_gathered_in_no_step_and_is_there_at_every_moment(se
 def test_frozen_units_are_resident_as_far_as_memory_allows(setting, overlaps, num_micro_batches):
     # to gather one unit takes as much as two that are resident
     found = based(setting, overlaps=overlaps, num_micro_batches=num_micro_batches, frozen=(800, 800, 800))
+    found = dataclasses.replace(found, modes=modes_of(["ZDP", "DP", "resident"]))
     costs, numbers = found.costs, set()
     offered = [{mode.name for mode in options} for options in costs.options[1:]]
     assert offered == [{"ZDP", "DP", "resident"}, {"ZDP", "DP"}] * 3
@@ -133,3 +134,50 @@ def test_frozen_units_are_resident_as_far_as_memory_allows(setting, overlaps, nu
         if filled is not None:
             numbers.add([mode.name for mode in filled.modes].count("resident"))
     assert {3} < numbers  # and fewer under lower limits
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_trained_units_are_whole_on_each_rank_as_far_as_memory_allows(setting, overlaps, num_micro_batches):
+    found = based(setting, overlaps=overlaps, num_micro_batches=num_micro_batches)
+    overhead = {"gather": UnitOverhead(fixed_s=1e4)}
+    cluster = dataclasses.replace(found.cluster, unit_overhead=overhead)
+    found = dataclasses.replace(found, cluster=cluster, modes=modes_of(["ZDP", "replicated"]))
+    costs, numbers = found.costs, set()
+    offered = [{mode.name for mode in options} for options in costs.options[1:]]
+    assert offered == [{"ZDP"}, {"ZDP", "replicated"}] * 3
+    every = numbers_of_all(costs, costs.menus)
+    for modes in itertools.product(*costs.options):
+        assert costs.peak(modes).peak_bytes >= costs.exact_peak(modes).peak_bytes
+    sizes = [peak_bytes for _, peak_bytes in every]
+    for limit_bytes in range(min(sizes), max(sizes) + 500, 20):
+        filled = filled_beside_all(found, every, limit_bytes)
+        if filled is not None:
+            numbers.add([mode.name for mode in filled.modes].count("replicated"))
+    assert {0, 3} < numbers
+
+
+def test_a_unit_that_is_cast_is_not_whole_on_each_rank(setting):
+    found = setting(
+        operators=[{"name": "0", "parameter_bytes": 800, "gathered_bytes": 400}],
+        cluster=Cluster(world_size=2, all_gather=SLOW, reduce_scatter=SLOW),
+        workload=Workload(micro_batch_size=1),
+        modes=modes_of(["ZDP", "replicated"]),
+    )
+    assert {mode.name for options in found.costs.options[1:] for mode in options} == {"ZDP"}
+
+
+def test_gradients_of_what_is_whole_on_each_rank_are_all_reduced(setting):
+    found = based(setting, num_micro_batches=3)
+    for sync, number in (("every", 3), ("last", 1)):
+        whole, sharded = (
+            [mode if unit.gradient_bytes else DP if unit.is_root else RESIDENT for unit in found.units]
+            for mode in (REPLICATED.but(sync=sync), ZDP.but(sync="every"))
+        )
+        estimate, other = (simulate_step(found, modes, engine=found.engine) for modes in (whole, sharded))
+        reduced_s = sum(SLOW.ring_s(num_bytes, 2) for num_bytes in (80, 40, 40))
+        assert estimate.communication_s == pytest.approx(2 * number * reduced_s)
+        assert other.communication_s > estimate.communication_s
+        # no shard of it, no buffer, and all of its gradients are held
+        parts = [moment.parts for _, moment in estimate.moments]
+        assert {each["parameter shards"] + each["gathered parameters"] for each in parts[8:]} == {2800.0 + 160.0}

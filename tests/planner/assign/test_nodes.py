@@ -15,7 +15,8 @@ OPERATORS = [
     for index, num_bytes in enumerate((800, 800, 1600, 400))
 ]
 
-TRAINED = [name for name, mode in NAMED_MODES.items() if name != "resident" and "moves" not in mode]
+OFFERED = [name for name, mode in NAMED_MODES.items() if name != "replicated"]
+TRAINED = [name for name in OFFERED if name != "resident" and "moves" not in NAMED_MODES[name]]
 """Modes of units in which something is trained, and that are gathered."""
 
 
@@ -24,7 +25,7 @@ def given(setting, operators=OPERATORS, num_micro_batches=1, **cluster):
         operators=operators,
         cluster=dataclasses.replace(TWO_NODES, **cluster),
         workload=Workload(micro_batch_size=1, num_micro_batches=num_micro_batches),
-        modes=modes_of([*NAMED_MODES]),
+        modes=modes_of(OFFERED),
         engine=FSDP2(backward_prefetch="none"),
     )
 

@@ -116,7 +116,7 @@ def test_overlap_is_told_by_the_device(gpu, monkeypatch, is_hidden):
         assert overlap.measure_overlap(CUDA, LINK) == (is_hidden, (), Contention())
 
 
-IN_NODES = ("reduce_in_node", "scatter_in_node", "all_reduce")
+IN_NODES = ("reduce_in_node", "scatter_in_node", "all_reduce", "reduce_whole")
 
 
 @pytest.mark.parametrize(
