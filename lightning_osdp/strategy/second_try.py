@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.optimization.automatic import Closure
+from typing_extensions import override
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.errors import CalledOffError, OSDPError
@@ -49,9 +50,7 @@ class SecondTries:
         """Makes Lightning's closure of a micro-batch, with `_run` around it."""
         made = make(*args, **kwargs)
         is_first = made._zero_grad_fn is not None
-        run: Any = partial(self._run, trainer, made.closure, (args, kwargs), is_first=is_first)
-        made.closure = run  # type: ignore[method-assign]
-        return made
+        return _Around(made, partial(self._run, trainer, made.closure, (args, kwargs), is_first=is_first))
 
     def _run(self, trainer: pl.Trainer, micro_batch: Callable[[], Any], arguments: Any, *, is_first: bool) -> Any:
         sharded, fall_back = self._units.sharded, self.fall_back
@@ -63,6 +62,21 @@ class SecondTries:
             fall_back(why)
 
         return run_or_fall_back(micro_batch, trainer, sharded, arguments, is_first=is_first, fall_back=fall_back_once)
+
+
+class _Around(Closure):
+    """Closure of a micro-batch with something around it.
+
+    The other closure does not refer to it: the batch is freed with it, and not when Python next looks for cycles.
+    """
+
+    def __init__(self, made: Closure, run: Callable[[], Any]) -> None:
+        super().__init__(made._step_fn, made._backward_fn, made._zero_grad_fn)
+        self._run = run
+
+    @override
+    def closure(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run()
 
 
 def run_or_fall_back(

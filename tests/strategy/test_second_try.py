@@ -1,10 +1,14 @@
 """Micro-batches whose memory runs out, on a rank that has no others; ranks together are in test_race.py."""
 
+import gc
+import weakref
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.loops.optimization.automatic import Closure
 from torch import nn
 
 from lightning_osdp.errors import CalledOffError, ConfigurationError, OSDPError
@@ -114,6 +118,26 @@ def test_ranks_that_have_entered_different_collectives_do_not_go_on(monkeypatch)
     assert sharded.asked == []
 
 
+class Made(Closure):
+    """Closure of a micro-batch whose loss is given."""
+
+    def closure(self):
+        return self._step_fn()
+
+
+def test_a_batch_is_freed_with_its_micro_batch_and_waits_for_no_garbage_collection():
+    tries, batch = SecondTries(SimpleNamespace(sharded=None)), torch.ones(3)
+    gc.disable()
+    try:
+        made = tries._make_closure(None, lambda batch: Made(partial(torch.sum, batch)), batch)
+        batch = weakref.ref(batch)
+        assert batch() is not None
+        del made
+        assert batch() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("hands_over", [False, True])
 def test_micro_batches_in_which_weights_may_change_have_no_second_try(monkeypatch, hands_over):
     def run(micro_batch, *_, fall_back, **__):
@@ -122,7 +146,7 @@ def test_micro_batches_in_which_weights_may_change_have_no_second_try(monkeypatc
 
     monkeypatch.setattr(second_try, "run_or_fall_back", run)
     tries = SecondTries(SimpleNamespace(sharded=SimpleNamespace(hands_gradients_over=hands_over)))
-    made = tries._make_closure(None, lambda: SimpleNamespace(closure=lambda: "loss", _zero_grad_fn=None))
+    made = tries._make_closure(None, lambda: Made(lambda: "loss"))
     assert made.closure() == "loss"
     fallen = []
     tries.fall_back = fallen.append
