@@ -520,8 +520,11 @@ def test_plans_itself_under_a_limit_that_forces_a_mix(ranks, world_size):
     assert {d["modes"][0] for d in first["saved"]["decisions"] if d["unit"]} == {"DP", "ZDP"}
     assert {name for name in first["logged"] if not name.startswith("osdp/")} == {"train_loss"}
     assert "Memory of one rank over a step" in first["picture"]
-    for said in ("OSDP plan", "keeping it would save", "more samples/s than plain FSDP", "predicted and measured"):
+    for said in ("OSDP plan", "keeping it would save", "predicted and measured"):
         assert said in first["text"]
+    # where a plan that is free takes less than plain FSDP, the limit between the two leaves no room for plain FSDP
+    gains = ("more samples/s than plain FSDP", "plain FSDP does not fit: it takes at least")
+    assert [gain in first["text"] for gain in gains].count(True) == 1
     assert {other["text"] for other in others} == {""}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import tempfile
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -19,7 +20,6 @@ from lightning_osdp.apply.activations.blocks import Reentrant
 from lightning_osdp.core.axes import ACTIVATION_CHOICES, Treatment
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.plans.parts import Block
-from lightning_osdp.core.plans.parts import Block as PlannedBlock
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.operations.splitting import cuts_of
 from lightning_osdp.profiler import model as profiler_model
@@ -191,7 +191,7 @@ def plan_of_gpt(activations, kind=DroppingGPT):
     """A plan in which every other unit is DP and both blocks do the same."""
     plan = plan_for(kind("sgd"), "mixed", world_size=dist.get_world_size())
     blocks = [
-        PlannedBlock(name=f"blocks.{i}", treatment=Treatment(saves=activations), kept=KEPT.get(activations, ()))
+        Block(name=f"blocks.{i}", treatment=Treatment(saves=activations), kept=KEPT.get(activations, ()))
         for i in range(2)
         if activations != "keep"
     ]
@@ -329,7 +329,7 @@ def transformers_gpt2(limit_bytes):
     modes = dict.fromkeys(blocks, "ZDP")
     keeping = plan_of(LongGPT2(), modes, world_size=dist.get_world_size(), micro_batch_size=4)
     kept, losses, _ = fitted(OSDPStrategy(plan=keeping), kind=LongGPT2)
-    planned = [PlannedBlock(name=name, treatment=Treatment(saves="recompute_offload")) for name in blocks]
+    planned = [Block(name=name, treatment=Treatment(saves="recompute_offload")) for name in blocks]
     moved = dataclasses.replace(keeping, blocks=tuple(planned))
     space, found = SearchSpace(slices=(1,)), []
     limited = OSDPStrategy(memory_limit=f"{limit_bytes}B", search_space=space, batch_size="keep")
@@ -399,13 +399,16 @@ def test_a_model_whose_activations_exceed_the_limit_trains_where_they_may_be_off
             "Activations dominate; have blocks recompute or offload them:"
             " SearchSpace(activations=('keep', 'recompute', 'offload'))."
         )
-        assert recomputing.endswith(
-            "Activations dominate; have blocks offload them: SearchSpace(activations=('keep', 'recompute', 'offload'))."
+        assert re.search(
+            r"Activations dominate; have blocks offload them:"
+            r" SearchSpace\(activations=\('keep', 'recompute', 'offload'\)\)\."
+            r" With optimizer states on the host \d+ KiB are needed: SearchSpace\(states=\('device', 'host'\)\)\.$",
+            recomputing,
         )
         assert plan.micro_batch_size == 1
         assert {block.activations for block in plan.blocks} & {"offload", "recompute_offload"}
-        # one block's input more is predicted than counted
-        assert peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
+        # copies of two blocks are predicted to be on the way at any time, which is a bound
+        assert 0.9 * plan.peak_bytes <= peak_bytes <= plan.peak_bytes + LOSSES_BYTES
         assert peak_bytes <= limit_bytes < host_bytes
         assert difference < 1e-6
 

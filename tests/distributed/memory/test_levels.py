@@ -151,7 +151,16 @@ class Compiled(GPT):
         self.blocks[1].fc = torch.compile(self.blocks[1].fc, backend="aot_eager")
 
 
-class Repeated(GPT):
+class Unplaced(GPT):
+    """Tokens have no positions: all parameters are in children, which manual optimization shards."""
+
+    def __init__(self, optimizer="sgd"):
+        super().__init__(optimizer)
+        del self.positions
+        self.positions = 0.0
+
+
+class Repeated(Unplaced):
     """Two backwards go through the same graph in each step, whose gradients add up."""
 
     def __init__(self, optimizer="sgd"):
@@ -177,7 +186,8 @@ def of_users(name):
     """
     torch._dynamo.reset()
     make = USERS[name]
-    plan = plan_for((make if name == "compiled" else GPT)("sgd"), "mixed", world_size=dist.get_world_size())
+    planned = {"compiled": Compiled, "repeated": Unplaced}.get(name, GPT)
+    plan = plan_for(planned("sgd"), "mixed", world_size=dist.get_world_size())
     blocks = tuple(
         Block(name=f"blocks.{number}", treatment=Treatment(saves="selective_1"), kept=kept)
         for number, kept in enumerate([(0, 1, 3), (0, 3)])

@@ -122,6 +122,13 @@ def resaved(folder):
     return wrong
 
 
+def load_into(trainer, path):
+    """Loads a checkpoint as Lightning does where it resumes."""
+    content = trainer.strategy.load_checkpoint(path, weights_only=False)
+    trainer.strategy.load_model_state_dict(content)
+    trainer.strategy.load_optimizer_state_dict(content)
+
+
 def reloaded(folder, sources):
     """Loads sharded checkpoints, some into slices of each kind; what differs from the plain one then."""
     plain, wrong = torch.load(Path(folder) / "plain.ckpt", weights_only=False), {}
@@ -133,7 +140,7 @@ def reloaded(folder, sources):
                     for parameter in trainer.model.parameters():
                         parameter.fill_(7.0)
                 trainer.optimizers[0].state.clear()
-                trainer.strategy.load_checkpoint(path, weights_only=False)
+                load_into(trainer, path)
                 wrong[f"{path.name} as {kind}"] = differing(trainer, plain)
 
         _fit(kind, load, max_steps=1)
@@ -151,7 +158,7 @@ def without_state(folder):
             trainer.optimizers[0].param_groups[0]["lr"] = 0.25
             trainer.save_checkpoint(path)
             trainer.optimizers[0].param_groups[0]["lr"] = 0.5
-            trainer.strategy.load_checkpoint(path, weights_only=False)
+            load_into(trainer, path)
             rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
         _fit("four", change, optimizer="plain_sgd")
@@ -166,7 +173,7 @@ def without_state(folder):
 
     def refusal(trainer, kind):
         try:
-            trainer.strategy.load_checkpoint(Path(folder) / f"sgd-{kind}", weights_only=False)
+            load_into(trainer, Path(folder) / f"sgd-{kind}")
         except (OSDPError, RuntimeError) as error:
             return str(error)
 

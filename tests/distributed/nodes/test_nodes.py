@@ -491,8 +491,8 @@ def test_a_plan_that_shards_a_unit_over_other_ranks_is_refused_while_training_go
         assert [apart for _, apart in found.values()] == [0.0] * 3
         assert {kind for (kind, _), _ in found.values()} == {"PlanMismatchError"}
         texts = [text for (_, text), _ in found.values()]
-        assert "the ranks that unit 'first' is sharded over is 'all' in use and 'node' in the plan" in texts[0]
-        assert "the ranks that unit '' is sharded over is 'node' in use and 'all' in the plan" in texts[1]
+        assert "'home' of unit 'first' is ('all',) in use and ('node',) in the plan" in texts[0]
+        assert "'home' of unit '' is ('node',) in use and ('all',) in the plan" in texts[1]
 
 
 def test_a_change_waits_for_gradients_that_are_reduced_inside_of_nodes_alone(ranks):
