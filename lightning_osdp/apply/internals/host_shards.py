@@ -162,7 +162,9 @@ class _OnHost(FSDPParam):
         if copied is None:
             copied = self._copy()
         elif (event := vars(self).get(_COPIED)) is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(event)
+            copied.record_stream(stream)  # its memory is that of the stream of copies, where the next one is made
         return [copied]
 
 

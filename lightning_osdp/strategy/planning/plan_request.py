@@ -36,7 +36,7 @@ class PlanRequest:
     """True if the limit is a share of the memory that happens to be free."""
     search_space: SearchSpace
     has_host: bool
-    """True if the host may have states and frozen shards where nothing fits else, though nobody has named it."""
+    """True if the host may have states and shards where nothing fits else, though nobody has named it."""
     method: PlanMethod
     engine: FSDP2
     saved_plan: str | None

@@ -9,6 +9,7 @@ from unittest import mock
 import lightning as L
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_osdp import (
     Cluster,
@@ -24,6 +25,7 @@ from lightning_osdp.core.axes import STATIONARY
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.errors import OSDPError, UntraceableError
+from lightning_osdp.profiler import ComputePrecision, TrainingStep
 from lightning_osdp.profiler.machine import links, overlap, unit_overhead
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.models import BATCH_SIZE, build
@@ -99,6 +101,19 @@ def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micr
         unit if unit.name == "" else unit.in_modes(chosen[index % len(chosen)]) for index, unit in enumerate(plan.units)
     ]
     return dataclasses.replace(plan, units=tuple(units))
+
+
+def profiled_in(precision, module):
+    """Profile of a module in a precision, by stated rates."""
+    dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+
+    def run(batch):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            return module.training_step(batch, 0)
+
+    rates = dataclasses.replace(STATED_RATES, flops_per_s={**STATED_RATES.flops_per_s, "bfloat16": 1e10})
+    step = TrainingStep(run, None, ComputePrecision(dtype, (nn.BatchNorm1d,), dtype))
+    return profile_model(module, next(iter(module.loader(0, 1))), step, rates=rates, **PROFILED)
 
 
 def hosted(plan, number=2, shard="device"):

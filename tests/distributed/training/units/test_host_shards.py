@@ -10,21 +10,20 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from torch import nn
 
-from lightning_osdp import OSDPPrecision, OSDPStrategy, SearchSpace, profile_model, simulate
+from lightning_osdp import OSDPPrecision, OSDPStrategy, SearchSpace, simulate
 from lightning_osdp.apply import host_rows_of, local
 from lightning_osdp.apply.internals import host_shards
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.planner.cost import host_bytes
 from lightning_osdp.planner.simulation.plan import planned_step
-from lightning_osdp.profiler import ComputePrecision, TrainingStep, tensors_in
+from lightning_osdp.profiler import tensors_in
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.fits import (
-    PROFILED,
-    STATED_RATES,
     failure,
     fitted,
     in_nodes,
     plan_for,
+    profiled_in,
     shared_folder,
     stated_cluster,
     trainer,
@@ -294,7 +293,7 @@ def predicted_and_counted(modes, num_micro_batches, precision):
     """
     device, host = planned(Wide, modes, torch.float32, num_micro_batches)
     cluster = stated_cluster(dist.get_world_size())
-    profile, found = profiled(made(Wide, torch.float32), precision), []
+    profile, found = profiled_in(precision, made(Wide, torch.float32)), []
     for each in (device, host):
         predicted = simulate(each, profile, cluster).peak
         options = {"accumulate_grad_batches": num_micro_batches, "precision": precision}
@@ -305,19 +304,6 @@ def predicted_and_counted(modes, num_micro_batches, precision):
     held = [local(each) for each in fit.lightning_module.parameters() if rows.keeps(each)]
     there = sum(each.untyped_storage().nbytes() for each in tensors_in([*rows.tensors(fit.optimizers)]))
     return found, sum(each.nbytes for each in held), (host_bytes(*planned_step(host, profile, cluster)), there)
-
-
-def profiled(module, precision):
-    """Profile by stated rates in a precision."""
-    dtype = torch.bfloat16 if precision == "bf16-mixed" else None
-
-    def run(batch):
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-            return module.training_step(batch, 0)
-
-    rates = dataclasses.replace(STATED_RATES, flops_per_s={**STATED_RATES.flops_per_s, "bfloat16": 1e10})
-    step = TrainingStep(run, None, ComputePrecision(dtype, (nn.BatchNorm1d,), dtype))
-    return profile_model(module, next(iter(module.loader(0, 1))), step, rates=rates, **PROFILED)
 
 
 @pytest.mark.parametrize(
