@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.axes import DP, HDP, NAMED_MODES, SHARD_CHOICES, ZDP, Subject, modes_of
+from lightning_osdp.core.axes import DP, HDP, NAMED_MODES, SHARD_CHOICES, STATES_CHOICES, ZDP, Subject, modes_of
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, Links, UnitOverhead
 from lightning_osdp.core.profile import OptimizerProfile, Segment
 from lightning_osdp.core.units import partition
@@ -19,7 +19,7 @@ from tests.support.engines import ENGINES
 from tests.support.tiers import examples
 
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 3.0])
-MODES = modes_of([*NAMED_MODES], shards=SHARD_CHOICES)
+MODES = modes_of([*NAMED_MODES], states=STATES_CHOICES, shards=SHARD_CHOICES)
 LINKS = st.builds(Link, latency_s=st.sampled_from([0.0, 0.2]), seconds_per_byte=st.sampled_from([0.0, 0.01]))
 
 
@@ -47,7 +47,12 @@ def trees(draw, most=7):
     return operators, {
         "loss_s_per_sample": draw(SECONDS),
         "loss_activation_bytes_per_sample": draw(num_bytes),
-        "optimizer": OptimizerProfile(s_per_element=draw(SECONDS), foreach_temporaries=2.0, is_foreach=True),
+        "optimizer": OptimizerProfile(
+            s_per_element=draw(SECONDS),
+            foreach_temporaries=2.0,
+            is_foreach=True,
+            host_s_per_element=draw(st.none() | SECONDS),
+        ),
     }
 
 
@@ -103,8 +108,9 @@ def chosen(found, choices):
     for unit, choice in zip(found.units, choices, strict=False):
         mode = choice if waits and found.engine.may_wait(unit) else choice.but(sync="every")
         has_nodes, is_reached = found.cluster.has_nodes, unit.last >= unit.trained_from
-        may = dict.fromkeys(("may_leave", "may_stay"), not unit.gradient_bytes)
-        may["may_exchange"] = unit.exchange is not None
+        may = dict.fromkeys(("may_leave_alone", "may_stay"), not unit.gradient_bytes)
+        may |= {"may_exchange": unit.exchange is not None, "is_trained": unit.gradient_bytes > 0}
+        may["has_host"] = found.profile.optimizer.host_s_per_element is not None
         mode = mode.within(Subject(has_nodes=has_nodes, is_reached=is_reached, **may))
         if unit.is_root:
             mode = HDP if found.cluster.has_nodes and mode["home"] == "node" else DP
