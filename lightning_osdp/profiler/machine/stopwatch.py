@@ -74,6 +74,7 @@ def fastest_together_s(
     repeats: int = REPEATS_TOGETHER,
     is_busy_only: bool = False,
     is_warm: bool = False,
+    is_ahead: bool = True,
 ) -> float:
     """Seconds of the fastest of a few runs, after one to warm up, each as long as on its slowest rank.
 
@@ -86,11 +87,12 @@ def fastest_together_s(
         repeats: runs that are timed.
         is_busy_only: counts the seconds for which this thread has a core, not those for which it waits; on CPU.
         is_warm: counts the first run, too: all that it does was done before; on CPU.
+        is_ahead: has the device wait until the host has issued a run; on CUDA.
     """
     runs_s, issued_s = list[float](), 0.0
     for _ in range(repeats + 1):
         busy_s = time.thread_time()
-        run_s, issued_s = _run_s(run, device, behind_s=issued_s, is_together=True)
+        run_s, issued_s = _run_s(run, device, behind_s=issued_s if is_ahead else 0.0, is_together=True)
         runs_s.append(time.thread_time() - busy_s if is_busy_only else run_s)
     slowest_s = torch.tensor(runs_s[0 if is_warm else 1 :], dtype=torch.float64, device=device)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)

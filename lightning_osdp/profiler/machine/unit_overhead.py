@@ -48,6 +48,10 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str
     KiB, six of 16 KiB, or one of 4 MiB; the last has 1 MiB where collectives of 4 MiB take too long. Call it on all
     ranks; all get the values of the slowest.
 
+    On CUDA the host is not ahead of the device here, as it mostly is in a step, so that what it takes for hooks counts:
+    steps of one H200 took that longer for each unit, though the device had more to compute than the host to issue.
+    [Measured: `benchmarks/one_gpu.py`; why is not known.]
+
     On CPU, where collectives run beside computing, a step does not wait for peers each time, as these chains do. The
     overhead is then the seconds for which the thread has a core, times what computing of all ranks takes over its own.
 
@@ -136,7 +140,7 @@ def _chain_s(
     make: Callable[[], nn.Module], num_units: int, device: torch.device, *, is_hidden: bool = False
 ) -> dict[str, float]:
     """Seconds that sharding a chain of units adds to forward, to a step, and to a step without collectives."""
-    timed = partial(fastest_together_s, device=device, is_busy_only=is_hidden)
+    timed = partial(fastest_together_s, device=device, is_busy_only=is_hidden, is_ahead=False)
     plain = nn.Sequential(*(make() for _ in range(num_units)))
     batch = torch.ones(1, next(plain.parameters()).shape[1], device=device)
     forward_s = timed(partial(_forward, plain, batch))
@@ -159,8 +163,9 @@ def _plain_s(
 ) -> tuple[float, float]:
     """Seconds of a step that is not sharded, and by which factor waiting for a core lengthens what is hidden."""
     step = partial(_step, plain, batch)
-    step_s = fastest_together_s(step, device, repeats=repeats, is_busy_only=is_hidden)
-    return step_s, max(1.0, fastest_together_s(step, device, repeats=repeats) / step_s) if is_hidden else 1.0
+    timed = partial(fastest_together_s, step, device, repeats=repeats, is_ahead=False)
+    step_s = timed(is_busy_only=is_hidden)
+    return step_s, max(1.0, timed() / step_s) if is_hidden else 1.0
 
 
 def measure_call_s(cluster: Cluster, device: torch.device) -> float:
@@ -175,7 +180,9 @@ def measure_call_s(cluster: Cluster, device: torch.device) -> float:
         module.register_forward_hook(_leave)
     batch = torch.ones(1, _SMALL, device=device)
     step_s, slowdown = _plain_s(plain, batch, device, is_hidden=is_hidden, repeats=_REPEATS)
-    hooked_s = fastest_together_s(partial(_step, hooked, batch), device, repeats=_REPEATS, is_busy_only=is_hidden)
+    hooked_s = fastest_together_s(
+        partial(_step, hooked, batch), device, repeats=_REPEATS, is_busy_only=is_hidden, is_ahead=False
+    )
     return slowdown * max(0.0, hooked_s - step_s) / _CALLS
 
 

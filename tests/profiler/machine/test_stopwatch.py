@@ -75,7 +75,10 @@ def test_the_first_run_counts_where_all_is_warm(monkeypatch, is_warm, expected):
 def test_ranks_take_what_the_device_takes_together(gpu, monkeypatch):
     monkeypatch.setattr(dist, "barrier", lambda: pytest.fail("hosts would wait"))
     with fake_group(2):
-        assert fastest_together_s(lambda: [gpu.launch(3e-6) for _ in range(100)], CUDA) == pytest.approx(300e-6)
+        launches = lambda: [gpu.launch(3e-6) for _ in range(100)]  # noqa: E731
+        assert fastest_together_s(launches, CUDA) == pytest.approx(300e-6)
+        # each waits for its launch, which takes longer
+        assert fastest_together_s(launches, CUDA, is_ahead=False) == pytest.approx(100 * gpu.launch_s, rel=0.02)
 
 
 @pytest.mark.parametrize("floor_s", [2e-6, 20e-6])

@@ -44,7 +44,8 @@ def test_no_part_is_negative_and_a_micro_batch_takes_what_was_measured(gather_s,
 def test_calls_are_those_of_modules_with_hooks(monkeypatch):
     called, hooked = [], []
 
-    def timed(run, device, *, repeats, is_busy_only=False):
+    def timed(run, device, *, repeats, is_busy_only=False, is_ahead=True):
+        assert not is_ahead
         called.append(is_busy_only)
         before = len(hooked)
         run()
