@@ -73,7 +73,7 @@ def trainer_of(
 
 
 class SharedGPU(CUDAAccelerator):
-    """The first GPU for every rank: what a Trainer refuses, since ranks by NCCL need a GPU each."""
+    """The first GPU for every rank. A Trainer refuses that, since ranks by NCCL need a GPU each."""
 
     @staticmethod
     @override

@@ -195,7 +195,7 @@ def profile_model(
 def note_on_device(device: torch.device, rates: DeviceRates | None = None) -> str | None:
     """Note of a plan on numbers of a kind of device on which the profiler was never run, measured there or stated."""
     if rates is not None and rates.is_cuda:
-        return "bytes, and seconds by stated rates, are unvalidated on CUDA: nothing was run on a GPU"
+        return "bytes, and seconds by stated rates, are unvalidated on CUDA, but for one model on one GPU"
     if device.type != "cuda":
         return None
     return (

@@ -161,7 +161,9 @@ def run(fit: Fit) -> dict[str, Any]:
     if isinstance(strategy, OSDPStrategy):
         plan = strategy.plan
         assert plan is not None
+        overhead = {} if strategy.cluster is None else strategy.cluster.unit_overhead
         found |= {
+            "unit_s": sum(part.fixed_s for name, part in overhead.items() if name != "stay"),
             "predicted_s": plan.step_time_s,
             "predicted_bytes": plan.peak_bytes,
             "blocks": _counted(block.activations for block in plan.blocks),

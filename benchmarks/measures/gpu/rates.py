@@ -1,4 +1,4 @@
-"""What a GPU reaches of its data sheet: the fractions that `lightning_osdp/machines/catalog.toml` assumes."""
+"""Rates that a GPU reaches of its data sheet: the fractions that `lightning_osdp/machines/catalog.toml` assumes."""
 
 from __future__ import annotations
 

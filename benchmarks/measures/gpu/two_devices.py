@@ -62,7 +62,7 @@ def _on_ranks(device: torch.device, function: Callable[..., Any], **kwargs: Any)
 
 
 def _is_shared(kind: str) -> bool:
-    """Whether there are more ranks than devices, which NCCL refuses."""
+    """True for more ranks than devices, which NCCL refuses."""
     return kind == "cuda" and torch.cuda.device_count() < NUM_RANKS
 
 

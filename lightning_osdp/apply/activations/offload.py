@@ -27,7 +27,7 @@ class CopyStream:
     ``record_stream`` is no alternative: Python runs ahead of the device, and memory that it frees could not be reused
     before the device had come there.
 
-    [Unvalidated on CUDA: tested with a stream in its place that copies as late as it may.]
+    [Run on one GPU by `benchmarks/gpu_check.py`, and tested with a stream that copies as late as it may.]
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -39,7 +39,8 @@ def keep(module: nn.Module) -> None:
     all-gathers send, and so beside what is computed until the unit is needed.
 
     On CPU, memory of the host is that of the device: shards and gradients are copied all the same, and callers see to
-    it that nobody counts them as the device's. [Unvalidated on CUDA: run on CPU alone.]
+    it that nobody counts them as the device's. [Frozen ones ran on one GPU by `benchmarks/gpu_check.py`, trained on
+    CPU alone.]
     """
     group = access.group_of(module)
     if group is None:

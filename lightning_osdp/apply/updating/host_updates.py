@@ -29,7 +29,7 @@ class HostRows:
 
     Copies are made anew in each step, for anybody may have written to the parameters since. On a GPU they are in pinned
     memory. On CPU, memory of the host is that of the device: rows are copied all the same, and callers see to it that
-    nobody counts them as the device's. [Unvalidated on CUDA: run on CPU alone.]
+    nobody counts them as the device's. [Run on one GPU by `benchmarks/gpu_check.py`.]
 
     Args:
         parameters: shards whose states are on the host.

@@ -77,7 +77,7 @@ class UpdatesAhead:
 
     Copies of states take memory of the host beside these, of which there may be a limit.
 
-    [Unvalidated on CUDA: run on CPU alone.]
+    [Run on one GPU by `benchmarks/gpu_check.py`.]
 
     Args:
         host: parameters that the host updates.

@@ -67,7 +67,11 @@ class PlanRequest:
         except InfeasibleError:
             if not self.has_host or profile.optimizer.host_s_per_element is None:
                 raise
-            plan = search(search_space=_with_host(self.search_space))
+        states, shards = _with_host(self.search_space)
+        try:
+            plan = search(search_space=states)
+        except InfeasibleError:
+            plan = search(search_space=shards)
         rank_zero_info(
             "OSDP: nothing fits with all of it on the GPU, so the host has a part, which makes steps slower than with"
             " more ranks or a larger memory_limit."
@@ -115,7 +119,7 @@ class PlanRequest:
         used_space = plan.search_space
         if search_space.modes is None and used_space.modes == search_space.offered_modes:
             used_space = replace(used_space, modes=None)  # an older plan stores these where nobody has named any
-        if self.has_host and used_space == _with_host(search_space):
+        if self.has_host and used_space in _with_host(search_space):
             used_space = search_space
         size = plan.micro_batch_size
         if size not in policy.micro_batch_sizes or policy.workload(size) != workload_of(plan):
@@ -138,6 +142,7 @@ class PlanRequest:
             )
 
 
-def _with_host(space: SearchSpace) -> SearchSpace:
-    """The space with the host among the places of states and shards."""
-    return replace(space, states=STATES_CHOICES, shards=SHARD_CHOICES)
+def _with_host(space: SearchSpace) -> tuple[SearchSpace, SearchSpace]:
+    """Spaces with the host among the places of states, and of states and shards."""
+    states = replace(space, states=STATES_CHOICES)
+    return states, replace(states, shards=SHARD_CHOICES)
