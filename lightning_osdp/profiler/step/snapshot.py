@@ -5,18 +5,20 @@ from __future__ import annotations
 import random
 import sys
 from argparse import Namespace
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copyreg import _slotnames  # type: ignore[attr-defined]  # names of all slots of a class, those of its bases too
-from functools import partial
-from types import SimpleNamespace
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Restore = Callable[[], object]
+_CONSTANTS = {type(None), bool, int, float, complex, str, bytes, FunctionType, MethodType, BuiltinFunctionType, type}
+_EMPTIED = {dict, OrderedDict, list, set, deque}
 _LEFT_ALONE = {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_osdp"}
 """Packages whose objects are not restored, such as trainers, loaders, datasets and optimizers."""
 
@@ -132,12 +134,22 @@ def _random_states() -> list[Restore]:
 
 
 def _restores(values: Iterable[Any], left_out: Iterable[object]) -> list[Restore]:
-    """Functions that restore the contents of objects, however deep they lie in each other."""
-    restores: list[Restore] = []
+    """Functions that restore the contents of objects, however deep they lie in each other.
+
+    A second try of a micro-batch asks for this before each one: most values of a module are numbers and empty dicts.
+    """
+    empty: list[Any] = []
+    restores: list[Restore] = [partial(_empty, empty)]
     waiting, seen = list(values), {id(each) for each in left_out}
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or isinstance(value, nn.Parameter):  # a parameter of a module that is no child
+        kind = type(value)
+        if kind in _CONSTANTS or id(value) in seen:
+            continue
+        if kind in _EMPTIED and not value:
+            empty.append(value)
+            continue
+        if isinstance(value, nn.Parameter):  # of a module that is no child
             continue
         seen.add(id(value))
         if isinstance(value, (dict, list, tuple, set, deque)):
@@ -152,6 +164,12 @@ def _restores(values: Iterable[Any], left_out: Iterable[object]) -> list[Restore
             restores += [partial(_set_slot, value, name, kept) for name, kept in slots.items()]
             waiting.extend((*slots.values(), getattr(value, "__dict__", None)))
     return restores
+
+
+def _empty(containers: Iterable[Any]) -> None:
+    for container in containers:
+        if container:
+            container.clear()
 
 
 def slots_of(value: Any) -> dict[str, Any]:
@@ -172,11 +190,16 @@ _UNSET = object()
 
 def is_user_object(value: Any) -> bool:
     """Tells if the attributes of an object are restored: it is a module, a namespace, or of no package left alone."""
-    if isinstance(value, (nn.Module, SimpleNamespace, Namespace)):
+    kind: Any = type(value)
+    return _is_kind_of_users(kind)
+
+
+@lru_cache(maxsize=10_000)
+def _is_kind_of_users(kind: type) -> bool:
+    if issubclass(kind, (nn.Module, SimpleNamespace, Namespace)):
         return True
-    kind = type(value)
     packages = {str(base.__module__).partition(".")[0] for base in kind.__mro__}
-    return not is_left_alone(str(kind.__module__)) and not packages & _LEFT_ALONE and not isinstance(value, type)
+    return not is_left_alone(str(kind.__module__)) and not packages & _LEFT_ALONE and not issubclass(kind, type)
 
 
 def is_left_alone(name: str) -> bool:
