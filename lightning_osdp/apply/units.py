@@ -29,8 +29,9 @@ OVER_ALL = 'SearchSpace(modes=("ZDP", "hpZ", "DP"))'
 """Search space without the modes that shard in the node."""
 ONE_MESH = dict.fromkeys(
     ("with different meshes", "cross-mesh operation", "must have the same mesh", "cross mesh concatenation"),
-    "Units that are sharded in each node (HSDP, HDP) are on another mesh than those that are sharded over all ranks, as"
-    " torch does not allow here. Have the plan shard all of them over all ranks:"
+    "Units that are sharded in each node (HSDP, HDP), or whole on each rank (replicated), are on another mesh than"
+    " those that are sharded over all ranks, as torch does not allow here. Have the plan shard all of them over all"
+    " ranks:"
     f" OSDPStrategy(search_space={OVER_ALL}).",
 )
 """Parts of torch's errors about units on two meshes -> advice."""

@@ -93,8 +93,8 @@ def _keep_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
 def _sync_applies(value: str, treatment: Treatment, subject: Subject) -> bool:
     """Tells if gradients can be reduced so: in nodes alone only where the unit is sharded there.
 
-    Units that stay unsharded for ever have no gradients. Where activations move, each micro-batch makes the gradients
-    of shards as they are after a reduction.
+    Units that stay unsharded for ever have no gradients, or are whole on each rank. Where activations move, each
+    micro-batch makes the gradients of shards as they are after a reduction.
     """
     may_wait = subject.may_wait and treatment["keep"] != "always" and treatment["moves"] == "weights"
     return value == "every" or (may_wait and (value != "node" or treatment["home"] == "node"))

@@ -62,7 +62,7 @@ class TrainingStep:
 
 
 _OWN_TRAINING = TrainingStep()
-_NOT_ON_HOST = (
+NOT_ON_HOST = (
     "all states of optimizers stay on the device: on the host those of torch.optim alone can step that update each"
     " element by itself, but Adagrad, and without capturable=True or differentiable=True"
 )
@@ -99,7 +99,7 @@ def profile_model(
             class. Modules that are not called exactly once are left out.
         exchanges: whether to follow operators, so that pairs of them are known whose activations can move in place of
             weights. Only a search space that names ``stationary`` among its modes reads them.
-        on_host: whether to time updates on the host, for a search space that names ``host`` among places of states.
+        on_host: whether to time updates on the host, for plans that may have states there.
         known: profile of the model on another batch, whose levels blocks have again, and whose optimizer is that of
             the profile; no parameter then has a state. None: both are found.
         together: runs the step at the same time on all ranks of a job that profile the model; by default this process
@@ -185,7 +185,7 @@ def profile_model(
                 *trace.notes,
                 note_on_compiled(module, exchanges=exchanges),
                 note_on_device(device, rates),
-                _NOT_ON_HOST if on_host and optimizer.host_s_per_element is None else None,
+                NOT_ON_HOST if on_host and optimizer.host_s_per_element is None else None,
             )
             if note
         ),

@@ -45,7 +45,7 @@ _COLLECTIVES = {
 }
 _OVERHEAD = {
     "flatten": "gradients complete",
-    "stay": "resident unit",
+    "stay": "resident or replicated unit",
     "reduce": "before reduce-scatter",
     "accumulate": "accumulate gradients",
 }

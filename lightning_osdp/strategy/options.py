@@ -130,9 +130,8 @@ class Options:
 
     @property
     def offers_host_last(self) -> bool:
-        """True if states and shards may be on a GPU's host where nothing fits else: nobody has named their places."""
-        space, default = self.search_space, SearchSpace()
-        return (space.states, space.shards) == (default.states, default.shards) and self.cost_model != "paper"
+        """True if states may be on a GPU's host where nothing fits else: nobody has named their places."""
+        return self.search_space.states == SearchSpace().states and self.cost_model != "paper"
 
     @property
     def profiled_choices(self) -> dict[str, Any]:

@@ -269,4 +269,6 @@ def _sampled(flat: Tensor, turn: int) -> Tensor:
 
 def differ(rows: Tensor, shards: Tensor) -> Tensor:
     """True, on the device of rows, if shards differ from rows in any bit once they have the precision of rows."""
+    if rows.is_cuda and not shards.is_cuda:  # which else waits for the device
+        shards = shards.to(rows.dtype).pin_memory().to(rows.device, non_blocking=True)
     return (rows.view(torch.uint8) != shards.to(rows).view(torch.uint8)).any()

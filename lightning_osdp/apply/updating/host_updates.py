@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_osdp.apply.internals import dtensors, host_shards
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.operations.optimizers import can_update_on_host, fused_on_host, states_of
+from lightning_osdp.planner.engine.layout import pinned_bytes
 
 
 class Stepped(NamedTuple):
@@ -111,7 +112,8 @@ class HostRows:
     def bytes_beside(self, parameters: Iterable[DTensor]) -> int:
         """Bytes of copies of shards that are on the host, and of their gradients: those so far, with these."""
         keys = {id(each) for each in parameters} | self._copies.keys()
-        return sum(2 * dtensors.local(self._parameters[key]).nbytes for key in keys & self._kept.keys())
+        sizes = (dtensors.local(self._parameters[key]).nbytes for key in keys & self._kept.keys())
+        return 2 * sum(map(pinned_bytes, sizes) if self._device.type == "cuda" else sizes)
 
     def fused(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Has groups compute in torch's fused way within the context, where torch would choose it on a GPU."""

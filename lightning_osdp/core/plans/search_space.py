@@ -47,10 +47,9 @@ class SearchSpace:
     GPUs where nothing fits else, has the host update the unit: beside ``device`` where the unit does not fit else,
     alone wherever anything is trained."""
     shards: tuple[str, ...] = SHARD_CHOICES[:1]
-    """Places of a unit's shard between steps. ``host``, which is offered only where it is named, and on GPUs where
-    nothing fits else with states there, has shards of units there of which nothing is trained, or all with states
-    there, and copies them to the device before each all-gather: beside ``device`` where they do not fit else, alone
-    wherever the shard of a unit may be there."""
+    """Places of a unit's shard between steps. ``host``, which is offered only where it is named, has shards of units
+    there of which nothing is trained, or all with states there, and copies them to the device before each all-gather:
+    beside ``device`` where they do not fit else, alone wherever the shard of a unit may be there."""
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""
     activations: tuple[str, ...] = DEFAULT_ACTIVATIONS

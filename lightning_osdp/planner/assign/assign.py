@@ -202,7 +202,10 @@ def _resident_as_well(setting: Setting, modes: Modes, time_s: float, memory_limi
         unit: mode
         for unit, options in enumerate(costs.options)
         for mode in options
-        if effects_of(mode).is_resident and mode["saves"] == modes[unit]["saves"] and mode != modes[unit]
+        if not setting.units[unit].gradient_bytes
+        and effects_of(mode).is_resident
+        and mode["saves"] == modes[unit]["saves"]
+        and mode != modes[unit]
     }
     left = sorted(resident, key=lambda unit: -setting.units[unit].gathered_bytes)
     count = len(left)

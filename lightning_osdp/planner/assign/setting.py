@@ -268,7 +268,13 @@ class Costs:
         subject = subject_of(unit, self._setting, self._setting.engine)
         if self._setting.is_paper:
             return replace(
-                subject, has_host=False, has_nodes=False, may_exchange=False, may_leave=False, may_stay=False
+                subject,
+                has_host=False,
+                has_nodes=False,
+                may_exchange=False,
+                may_leave=False,
+                may_replicate=False,
+                may_stay=False,
             )
         if self._room_on_host is not None:
             has_room = {axis for axis, name in self._room_on_host if name == unit.name}

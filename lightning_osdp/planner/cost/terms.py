@@ -186,7 +186,7 @@ def more_optimizer_s(step: Step, unit: UnitProfile, mode: Treatment, *, host_ren
             is_cast = unit.gathered_bytes != unit.parameter_bytes
             copied_s += _host_s(unit, optimizer, (unit.trainable_bytes + unit.gathered_bytes) * is_cast) / num_ranks
             again_s = _host_s(unit, optimizer, 4 * unit.trainable_bytes) / num_ranks
-            own_s = copied_s + again_s if is_ahead(optimizer, cluster) else max(own_s, update_s + copied_s)
+            own_s = max(own_s, copied_s + (again_s if is_ahead(optimizer, cluster) else update_s))
         else:
             own_s = own_s + copy_s if is_ahead(optimizer, cluster) else max(own_s, update_s + 3 * copy_s)
     if host_rent_s_per_byte:
@@ -258,6 +258,7 @@ def overhead_s(
 
         t = G gather + K (flatten + (C - 1) call) + R reduce + (K - R) accumulate
         t = stay + call    where it is resident
+        t = K stay + R reduce + call    where it is replicated
 
     The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
     """

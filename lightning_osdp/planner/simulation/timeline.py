@@ -35,7 +35,7 @@ from typing import NamedTuple
 from lightning_osdp.planner.engine import COLLECTIVES, HOLDING_UP, REDUCTIONS, Event
 
 COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
-_REDUCTIONS = frozenset(
+_COMPLETING = frozenset(
     kind for kind, each in COLLECTIVES.items() if each.operation in {"reduce_scatter", "all_reduce"}
 )
 """Kinds of events of which the latest leaves a unit's gradients complete."""
@@ -258,7 +258,7 @@ class Timeline:
         return end_s
 
     def _note_reduced(self, event: Event, end_s: float) -> None:
-        if event.of in self.durations.updates_s and event.kind in _REDUCTIONS:
+        if event.of in self.durations.updates_s and event.kind in _COMPLETING:
             self._reduced_s[event.of] = end_s
 
     def _wait_for_all(self) -> None:

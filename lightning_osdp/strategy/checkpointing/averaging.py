@@ -22,7 +22,7 @@ from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile
 from lightning_osdp.errors import ConfigurationError
 
-_STAY = ("all states of optimizers stay on the device, where the average of weights is",)
+STAY = "all states of optimizers stay on the device, where the average of weights is"
 
 
 def check_averaging(trainer: pl.Trainer, state_dict_type: str) -> None:
@@ -53,7 +53,7 @@ def with_averages(profile: ModelProfile, trainer: pl.Trainer, device: torch.devi
                 operators=tuple(_with_average(operator) for operator in profile.operators),
                 buffer_bytes=2 * profile.buffer_bytes,  # the average has a copy of each buffer
                 optimizer=dataclasses.replace(profile.optimizer, host_s_per_element=None),
-                notes=(*profile.notes, *(_STAY if profile.optimizer.host_s_per_element is not None else ())),
+                notes=(*profile.notes, *([STAY] if profile.optimizer.host_s_per_element is not None else [])),
             )
     return profile
 

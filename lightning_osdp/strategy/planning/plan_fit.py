@@ -46,7 +46,7 @@ from lightning_osdp.strategy.runtime.all_ranks import host_group, on_all_ranks, 
 
 UNVALIDATED = (
     "unvalidated on CUDA: predictions were compared with measurements of one model on one GPU, whose bytes were right"
-    " and whose steps took up to 14% longer, and twice as long where the host updates; on several GPUs with none"
+    " and whose steps took up to 14% longer, and 2.3 times as long where the host updates; on several GPUs with none"
 )
 """Note in each plan of a fit on GPUs."""
 
@@ -166,8 +166,7 @@ def plan_fit(
         nearer = _profile_nearer(profiler, profile, correction, plan.micro_batch_size, free_bytes)
         if nearer is not profile:
             plan = plan_for(nearer, policy)
-    if request.saved_plan is not None:
-        _log_plan_source(plan, why_anew)
+    _log_plan_source(plan, request, why_anew)
     is_raced = resumed is not None and resumed.is_raced and not why_anew
     plan = with_note(replace(plan, correction=correction), device)
     if plan.micro_batch_size == policy.max_micro_batch_size:
@@ -271,13 +270,18 @@ def _resumed_in(resumed: Resumed, policy: BatchPolicy, windows: Windows | None) 
     return BatchPolicy.fixed(saved.micro_batch_size, policy.num_micro_batches)
 
 
-def _log_plan_source(plan: Plan, why_anew: str) -> None:
-    if why_anew:
+def _log_plan_source(plan: Plan, request: PlanRequest, why_anew: str) -> None:
+    if request.saved_plan is not None and why_anew:
         rank_zero_info(f"OSDP: planned anew, not as in the checkpoint: {why_anew}.")
-    else:
+    elif request.saved_plan is not None:
         rank_zero_info(
             f"OSDP: training goes on under the checkpoint's plan, which is predicted to take"
             f" {format_bytes(plan.peak_bytes)} of {format_bytes(plan.memory_limit_bytes)} here."
+        )
+    if request.has_host and plan.search_space.states != request.search_space.states:
+        rank_zero_info(
+            "OSDP: nothing fits with all of it on the GPU, so that the host has states of optimizers and updates their"
+            " units. Steps are slower for it than with more ranks or a larger memory_limit."
         )
 
 

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
-from lightning_osdp.core.axes import SHARD_CHOICES, STATES_CHOICES
+from lightning_osdp.core.axes import STATES_CHOICES
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan, workload_of
@@ -36,7 +34,7 @@ class PlanRequest:
     """True if the limit is a share of the memory that happens to be free."""
     search_space: SearchSpace
     has_host: bool
-    """True if the host may have states and shards where nothing fits else, though nobody has named it."""
+    """True if the host may have states where nothing fits else, though nobody has named it."""
     method: PlanMethod
     engine: FSDP2
     saved_plan: str | None
@@ -67,16 +65,7 @@ class PlanRequest:
         except InfeasibleError:
             if not self.has_host or profile.optimizer.host_s_per_element is None:
                 raise
-        states, shards = _with_host(self.search_space)
-        try:
-            plan = search(search_space=states)
-        except InfeasibleError:
-            plan = search(search_space=shards)
-        rank_zero_info(
-            "OSDP: nothing fits with all of it on the GPU, so the host has a part, which makes steps slower than with"
-            " more ranks or a larger memory_limit."
-        )
-        return plan, judged
+        return search(search_space=_with_host(self.search_space)), judged
 
     def _judge_saved_plan(self, text: str, profile: ModelProfile, policy: BatchPolicy) -> Plan | str:
         """Predicts a checkpoint's plan in this run; or says why the plan does not meet the request."""
@@ -119,7 +108,7 @@ class PlanRequest:
         used_space = plan.search_space
         if search_space.modes is None and used_space.modes == search_space.offered_modes:
             used_space = replace(used_space, modes=None)  # an older plan stores these where nobody has named any
-        if self.has_host and used_space in _with_host(search_space):
+        if self.has_host and used_space == _with_host(search_space):
             used_space = search_space
         size = plan.micro_batch_size
         if size not in policy.micro_batch_sizes or policy.workload(size) != workload_of(plan):
@@ -142,7 +131,6 @@ class PlanRequest:
             )
 
 
-def _with_host(space: SearchSpace) -> tuple[SearchSpace, SearchSpace]:
-    """Spaces with the host among the places of states, and of states and shards."""
-    states = replace(space, states=STATES_CHOICES)
-    return states, replace(states, shards=SHARD_CHOICES)
+def _with_host(space: SearchSpace) -> SearchSpace:
+    """The space with the host among the places of states; shards were not trained there on a GPU yet."""
+    return replace(space, states=STATES_CHOICES)

@@ -36,6 +36,7 @@ from lightning_osdp.profiler import (
     why_state_differs,
     without_values,
 )
+from lightning_osdp.profiler.model import NOT_ON_HOST
 from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest_batch, samples_given
 from lightning_osdp.strategy.batching.loaders import (
     copy_loader,
@@ -45,7 +46,7 @@ from lightning_osdp.strategy.batching.loaders import (
     why_not_resizable,
     with_batch_size,
 )
-from lightning_osdp.strategy.checkpointing.averaging import with_averages
+from lightning_osdp.strategy.checkpointing.averaging import STAY, with_averages
 from lightning_osdp.strategy.checkpointing.entries import Resumed
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.profile_batch import BatchProfiler
@@ -270,7 +271,12 @@ class FitProfiler:
         profile = dataclasses.replace(profile, exchanges=exchanges)
         if not module.automatic_optimization:
             profile = in_children(profile)
-        return with_averages(profile, trainer, self._device)
+        profile = with_averages(profile, trainer, self._device)
+        if not self._updates_on_host:
+            return profile
+        # nobody has asked for states there
+        notes = tuple(note for note in profile.notes if note not in {NOT_ON_HOST, STAY})
+        return dataclasses.replace(profile, notes=notes)
 
     @property
     def _updates_on_host(self) -> dict[str, bool]:

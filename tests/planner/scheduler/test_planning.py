@@ -289,23 +289,24 @@ def test_prefetching_is_chosen_by_what_it_is_worth(model, operator, cluster, ove
     assert chosen.samples_per_s * (1 + chosen.gap) >= most * (1 - 1e-3)
 
 
-def test_the_paper_plans_with_sums(model, operator, cluster):
+@pytest.mark.parametrize("modes", [None, ("ZDP", "DP", "resident", "replicated")])
+def test_the_paper_plans_with_sums(model, operator, cluster, modes):
     # m_ZDP = 4 * 100 / 2, m_DP = 100 + 3 * 100 / 2; a ring takes 1 s, computing 2 s
     profile = model(
         *(operator(f"m{i}", 100, forward_s_per_sample=2.0, activation_bytes_per_sample=7) for i in range(3))
     )
     overhead = {"flatten": UnitOverhead(fixed_s=100.0)}
     ring = dataclasses.replace(cluster(2, seconds_per_byte=0.02), overlaps=True, unit_overhead=overhead)
+    # the paper knows no other modes
+    given = {"method": PlanMethod(cost_model="paper"), "search_space": SearchSpace(modes=modes)}
     for limit_bytes, kept in [(621, 0), (670, 0), (671, 1), (721, 2), (10**6, 3)]:
-        found = plan(
-            profile, ring, method=PlanMethod(cost_model="paper"), micro_batch_size=1, memory_limit_bytes=limit_bytes
-        )
+        found = plan(profile, ring, micro_batch_size=1, memory_limit_bytes=limit_bytes, **given)
         assert (found.cost_model, found.gap) == ("paper", 0.0)
         assert found.peak_bytes == 600 + 21 + 50 * kept
         assert found.step_time_s == pytest.approx(3 * (2 + 3) - kept)
         assert [unit.modes for unit in found.units].count(("DP",)) == kept + 1  # and the root
     with pytest.raises(InfeasibleError, match=r"needs at least 621 B \(in all phases: model states 600 B"):
-        plan(profile, ring, method=PlanMethod(cost_model="paper"), micro_batch_size=1, memory_limit_bytes=620)
+        plan(profile, ring, micro_batch_size=1, memory_limit_bytes=620, **given)
 
 
 def test_a_profile_without_times_predicts_none(model, cluster):
