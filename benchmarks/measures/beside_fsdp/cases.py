@@ -96,12 +96,12 @@ class Lengths:
     num_steps: int = 200
     num_ranks: int = 2
     room: float = 1.05
-    """Memory limit over the peak of the fastest plan for the shortest batches."""
+    """Memory limit over the peak of all units sharded, of which no block recomputes, for the longest batches."""
 
     @property
     def quick(self) -> Lengths:
         """Section with a tiny model and few steps."""
-        return replace(self, lengths=(8, 128), num_layers=2, num_steps=12, room=1.3)
+        return replace(self, lengths=(8, 128), num_layers=2, num_steps=12)
 
 
 @dataclass(frozen=True, kw_only=True)

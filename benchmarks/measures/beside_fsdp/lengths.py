@@ -124,8 +124,8 @@ def on_one_rank(case: Case) -> dict[str, Any]:
             trainer.fit(module)
         return trainer, watch
 
-    usual: Any = fit(lengths[:1])[0].strategy
-    limit_bytes = round(case.room * usual.plan.peak_bytes)
+    for_longest: Any = fit([longest], for_longest=True)[0].strategy
+    limit_bytes = round(case.room * for_longest.plan.all_zdp_peak_bytes)
     found: dict[str, Any] = {"limit_bytes": limit_bytes}
     for _ in range(case.num_rounds):
         for way, is_longest in (("changing", False), ("longest", True)):
