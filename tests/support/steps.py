@@ -62,6 +62,18 @@ def filled_beside_all(found, assignments, limit_bytes, *, times_best=math.inf, *
     return filled
 
 
+def filled_at_shares(found, search):
+    """Yields what `filled_beside_all` does under limits from below the least peak of all assignments to the largest."""
+    assignments = numbers_of_all(found.costs, found.costs.options)
+    least, most = (of(peak for _, peak in assignments) for of in (min, max))
+    for share in (-0.01, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
+        limit_bytes = int(least + share * (most - least))
+        filled = filled_beside_all(found, assignments, limit_bytes, times_best=1.1, search=search)
+        assert share >= 0 or filled is None
+        if filled is not None:
+            yield filled
+
+
 def plans_within_limits(found, space, shares, rooms):
     """Plans below both limits, each with the seconds of the fastest assignment that keeps these.
 

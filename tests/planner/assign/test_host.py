@@ -16,7 +16,7 @@ from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.engine.layout import owned_elements
 from lightning_osdp.planner.scheduler import make_plan
 from lightning_osdp.planner.search import SOLVERS
-from tests.support.steps import TWO_NODES, filled_beside_all, numbers_of_all, plans_within_limits, step_of
+from tests.support.steps import TWO_NODES, filled_at_shares, plans_within_limits, step_of
 
 LINK = Link(latency_s=0.0, seconds_per_byte=1e-3)
 OPERATORS = [
@@ -95,15 +95,7 @@ def test_copies_are_pinned_in_powers_of_two_where_they_run_beside_computing(mode
 )
 def test_modes_fit_and_are_about_as_fast_as_any_that_do(setting, search, overlaps, world_size, temporaries):
     found = given(setting, OPERATORS[:3], world_size, overlaps, dataclasses.replace(HOST, **temporaries))
-    assignments = numbers_of_all(found.costs, found.costs.options)
-    least, most = (of(peak for _, peak in assignments) for of in (min, max))
-    places = set()
-    for share in (-0.01, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
-        limit_bytes = int(least + share * (most - least))
-        filled = filled_beside_all(found, assignments, limit_bytes, times_best=1.1, search=search)
-        assert share >= 0 or filled is None
-        if filled is not None:
-            places.add(frozenset(mode["states"] for mode in filled.modes[1:]))
+    places = {frozenset(mode["states"] for mode in filled.modes[1:]) for filled in filled_at_shares(found, search)}
     assert places == {frozenset({"host"}), frozenset({"host", "device"}), frozenset({"device"})}
 
 

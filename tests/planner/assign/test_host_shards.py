@@ -16,7 +16,7 @@ from lightning_osdp.planner.scheduler import make_plan
 from lightning_osdp.planner.search import SOLVERS
 from lightning_osdp.planner.simulation import simulate_step
 from lightning_osdp.report.sentences import explain
-from tests.support.steps import TWO_NODES, filled_beside_all, numbers_of_all, plans_within_limits, step_of
+from tests.support.steps import TWO_NODES, filled_at_shares, plans_within_limits, step_of
 
 LINK = Link(latency_s=0.0, seconds_per_byte=1e-3)
 OPERATORS = [
@@ -161,15 +161,7 @@ def test_copies_hold_up_computing_but_on_one_rank_and_where_gathers_begin_by_the
 def test_modes_fit_and_are_about_as_fast_as_any_that_do(setting, search, world_size, overlaps, is_asynchronous, modes):
     engine = FSDP2(asynchronous_unshard=is_asynchronous)
     found = given(setting, OPERATORS[:3], world_size, overlaps, modes, HOST, engine=engine)
-    assignments = numbers_of_all(found.costs, found.costs.options)
-    least, most = (of(peak for _, peak in assignments) for of in (min, max))
-    places = set()
-    for share in (-0.01, 0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
-        limit_bytes = int(least + share * (most - least))
-        filled = filled_beside_all(found, assignments, limit_bytes, times_best=1.1, search=search)
-        assert share >= 0 or filled is None
-        if filled is not None:
-            places.add(frozenset(filled.modes[unit]["shard"] for unit in (1, 3)))
+    places = {frozenset(filled.modes[unit]["shard"] for unit in (1, 3)) for filled in filled_at_shares(found, search)}
     assert {frozenset({"host"}), frozenset({"device"})} <= places or (places and not is_asynchronous)
 
 
