@@ -251,7 +251,7 @@ def offload(device: torch.device) -> Iterator[Finding]:
 
 def host_updates(device: torch.device) -> Iterator[Finding]:
     """Steps with states, and shards, on the host, updated there beside backward or after, against none there."""
-    found: dict[tuple[str, str, bool], tuple[list[Tensor], int, float]] = {}
+    found: dict[tuple[str, str, bool], _Taken] = {}
     on_host = [("host", shard, is_ahead) for shard in ("device", "host") for is_ahead in (False, True)]
     for place, shard_place, is_ahead in (("device", "device", False), *on_host):
         plan = mixed_plan(made("gpt"), 1, num_samples_on(device))
@@ -263,27 +263,18 @@ def host_updates(device: torch.device) -> Iterator[Finding]:
             step_s = _third_s(step, peak, device)
             weights = [local(shard).detach().cpu() for shard in step.sharded.shards]
         found[place, shard_place, is_ahead] = weights, peak.num_bytes, step_s
-    others, device_bytes, device_s = found["device", "device", False]
-    states_bytes = 2 * sum(weight.nbytes for weight in others)
+    on_device = found["device", "device", False]
+    states_bytes = 2 * sum(weight.nbytes for weight in on_device[0])
     for place, shard_place, is_ahead in on_host:
-        ours, own_bytes, own_s = found[place, shard_place, is_ahead]
-        apart = max(float((one - other).abs().max()) for one, other in zip(ours, others, strict=True))
-        numbers = {
-            "weights_apart": apart,
-            "peak_MiB": own_bytes / _MIB,
-            "device_MiB": device_bytes / _MIB,
-            "states_MiB": states_bytes / _MIB,
-            "more_ms": (own_s - device_s) * 1e3,
-        }
-        is_good = apart <= 1e-5 and device_bytes - own_bytes >= 0.95 * states_bytes
         what = "states" if shard_place == "device" else "states and shards"
-        yield Finding(f"{what} on the host{', updated beside backward' if is_ahead else ''}", is_good, numbers)
+        what += f" on the host{', updated beside backward' if is_ahead else ''}"
+        yield _on_host(what, found[place, shard_place, is_ahead], on_device, states_bytes, share=0.95)
 
 
 def host_shards(device: torch.device) -> Iterator[Finding]:
     """Steps with shards of frozen units on the host, copied for each all-gather, against none there."""
     name, plan_for = ON_DEVICE["resident"]
-    found = {}
+    found, frozen_bytes = {}, 0
     for place in ("device", "host"):
         plan = plan_for(build(name), 1, num_samples_on(device))
         frozen = {unit.name for unit in plan.units if effects_of(unit.treatments[0]).is_resident}
@@ -292,19 +283,28 @@ def host_shards(device: torch.device) -> Iterator[Finding]:
             step = Step(build(name), replace(plan, units=tuple(units)), device=device)
             peak.leave_out(tensors_in([*step.sharded.host.tensors(())]))
             step_s = _third_s(step, peak, device)
-            shards = [(local(shard).detach().cpu(), shard.requires_grad) for shard in step.sharded.shards]
-        found[place] = shards, peak.num_bytes, step_s
-    (others, device_bytes, device_s), (ours, own_bytes, own_s) = found.values()
-    apart = max(float((one - other).abs().max()) for (one, _), (other, _) in zip(ours, others, strict=True))
-    frozen_bytes = sum(shard.nbytes for shard, is_trained in ours if not is_trained)
+            weights = [local(shard).detach().cpu() for shard in step.sharded.shards]
+            frozen_bytes = sum(local(shard).nbytes for shard in step.sharded.shards if not shard.requires_grad)
+        found[place] = weights, peak.num_bytes, step_s
+    yield _on_host("shards on the host", found["host"], found["device"], frozen_bytes, share=0.8)
+
+
+_Taken: TypeAlias = tuple[list[Tensor], int, float]
+"""Weights after steps, the peak of one in bytes, and its seconds."""
+
+
+def _on_host(what: str, ours: _Taken, on_device: _Taken, there_bytes: int, *, share: float) -> Finding:
+    """Steps with so many bytes on the host: the weights of steps without, and a share of these bytes freed."""
+    (weights, own_bytes, own_s), (others, device_bytes, device_s) = ours, on_device
+    apart = max(float((one - other).abs().max()) for one, other in zip(weights, others, strict=True))
     numbers = {
         "weights_apart": apart,
         "peak_MiB": own_bytes / _MIB,
         "device_MiB": device_bytes / _MIB,
-        "shards_MiB": frozen_bytes / _MIB,
+        f"{what.split(maxsplit=1)[0]}_MiB": there_bytes / _MIB,
         "more_ms": (own_s - device_s) * 1e3,
     }
-    yield Finding("shards on the host", apart <= 1e-5 and device_bytes - own_bytes >= 0.8 * frozen_bytes, numbers)
+    return Finding(what, apart <= 1e-5 and device_bytes - own_bytes >= share * there_bytes, numbers)
 
 
 def _third_s(step: Step, peak: Peak, device: torch.device) -> float:
