@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision
@@ -128,10 +129,9 @@ class Options:
             return percent / 100
         return _SCALE_SHARE if self.batch_size == "scale" else 1.0
 
-    @property
-    def offers_host_last(self) -> bool:
+    def offers_host_last(self, device: torch.device) -> bool:
         """True if states may be on a GPU's host where nothing fits else: nobody has named their places."""
-        return self.search_space.states == SearchSpace().states and self.cost_model != "paper"
+        return device.type == "cuda" and self.search_space.states == SearchSpace().states and self.cost_model != "paper"
 
     @property
     def profiled_choices(self) -> dict[str, Any]:

@@ -104,8 +104,8 @@ class OSDPStrategy(FSDPStrategy):
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
         **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``, as far as ``fully_shard`` has a counterpart.
-            ``cpu_offload=True`` has the host update all that is trained, with optimizer states, shards and their
-            gradients in the host's memory.
+            ``cpu_offload=True`` has the host update all that is trained, with optimizer states in the host's memory,
+            and shards with their gradients but of units that are trained in part.
 
     Raises:
         ConfigurationError: an option cannot be used, or the plan decides what one of ``fsdp_kwargs`` asks for.

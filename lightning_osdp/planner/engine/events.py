@@ -43,15 +43,14 @@ needs the unsharded unit. ``linger``: a forward that is run again has awaited it
 a unit in each node, then frees it. ``zero``: Lightning drops the gradients of the step before, between the first
 forward and its backward. ``rerun``: forward again, in backward. ``flatten``: a unit's gradients are complete, before it
 is freed. ``stay``: backward is through with a resident unit, which stays; its gradients are complete, if it has any.
-``reduce``: gradients are reduced and
-scattered. ``reduce_in_node``: so they are in each node, and then each rank's are reduced between nodes, ``all_reduce``.
-``scatter_in_node``: the same without that, which the last micro-batch does for all. ``reduce_whole``: gradients of a
-unit that each rank has all of are all-reduced over all ranks. ``accumulate``: they are left whole
-for the next micro-batch. ``release``: what a segment had saved is gone. ``exchange_inputs``, ``exchange_outputs``:
-before and after forward of a unit that moves activations, ranks send inputs and outputs to each other. So they do with
-gradients before and after its backward, ``exchange_output_gradients`` and ``exchange_input_gradients``. Where the unit
-is sharded in the node, ranks of each node do so, ``exchange_inputs_in_node`` and so on, and gradients of its shards are
-summed between nodes, ``sum_between``."""
+``reduce``: gradients are reduced and scattered. ``reduce_in_node``: so they are in each node, and then each rank's are
+reduced between nodes, ``all_reduce``. ``scatter_in_node``: the same without that, which the last micro-batch does for
+all. ``reduce_whole``: gradients of a unit that each rank has all of are all-reduced over all ranks. ``accumulate``:
+they are left whole for the next micro-batch. ``release``: what a segment had saved is gone. ``exchange_inputs``,
+``exchange_outputs``: before and after forward of a unit that moves activations, ranks send inputs and outputs to each
+other. So they do with gradients before and after its backward, ``exchange_output_gradients`` and
+``exchange_input_gradients``. Where the unit is sharded in the node, ranks of each node do so,
+``exchange_inputs_in_node`` and so on, and gradients of its shards are summed between nodes, ``sum_between``."""
 
 
 class Event(NamedTuple):

@@ -125,7 +125,7 @@ def plan_fit(
             host_limit_bytes=_host_limit_bytes(options, cluster, device),
             limit_varies=options.memory_limit_bytes is None,
             search_space=_search_space(options, str(trainer.precision)),
-            has_host=options.offers_host_last and device.type == "cuda",
+            has_host=options.offers_host_last(device),
             method=PlanMethod(
                 search=options.search,
                 cost_model=options.cost_model,

@@ -257,11 +257,12 @@ class FitProfiler:
                 assert isinstance(replica, pl.LightningModule)
                 return make_optimizers(trainer, replica).optimizers
 
+            offers_host = self._options.offers_host_last(self._device)
             profile = profile_model(
                 module,
                 batch,
                 as_trained(trainer, module, optimizers, num_samples),
-                **self._options.profiled_choices | self._updates_on_host,
+                **self._options.profiled_choices | ({"on_host": True} if offers_host else {}),
                 together=in_step,
                 progress=self._progress,
             )
@@ -272,16 +273,11 @@ class FitProfiler:
         if not module.automatic_optimization:
             profile = in_children(profile)
         profile = with_averages(profile, trainer, self._device)
-        if not self._updates_on_host:
+        if not offers_host:
             return profile
         # nobody has asked for states there
         notes = tuple(note for note in profile.notes if note not in {NOT_ON_HOST, STAY})
         return dataclasses.replace(profile, notes=notes)
-
-    @property
-    def _updates_on_host(self) -> dict[str, bool]:
-        """Argument of `profile_model` on GPUs whose host may be offered last."""
-        return {"on_host": True} if self._device.type == "cuda" and self._options.offers_host_last else {}
 
     @property
     def _may_exchange(self) -> bool:

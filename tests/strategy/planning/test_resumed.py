@@ -18,7 +18,8 @@ from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.planner import scheduler
 from lightning_osdp.strategy.checkpointing import entries
-from lightning_osdp.strategy.planning import plan_fit, plan_request, profile_fit
+from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.planning import plan_fit, plan_request
 from tests.strategy.quiet import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -284,8 +285,7 @@ def test_where_nothing_else_fits_a_gpus_host_has_states_also_after_resuming(fit,
     with pytest.raises(InfeasibleError):  # a CPU has no memory beside its own
         fit("refused", module=Stateful(), **limited)
     # as on a GPU
-    monkeypatch.setattr(plan_fit, "PlanRequest", lambda **given: plan_request.PlanRequest(**given | {"has_host": True}))
-    monkeypatch.setattr(profile_fit.FitProfiler, "_updates_on_host", {"on_host": True})
+    monkeypatch.setattr(Options, "offers_host_last", lambda *_: True)
     searches = []
 
     def searched(*args, **kwargs):
