@@ -31,8 +31,9 @@ from lightning_osdp.report.tables import table
 
 OSDP = "OSDP"
 
-_MOVING_EITHER = (*SearchSpace().offered_modes, STATIONARY.name, NODE_STATIONARY.name)
-"""Modes in which weights move, and in which activations do."""
+_WEIGHTS_MOVE = SearchSpace().offered_modes
+_MODES = {None: None, False: _WEIGHTS_MOVE, True: (*_WEIGHTS_MOVE, STATIONARY.name, NODE_STATIONARY.name)}
+"""`Strategies.stationary` -> modes of the search space."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +205,9 @@ class Strategies:
     activations: Sequence[str] = DEFAULT_ACTIVATIONS
     """Choices of blocks for the tensors that they save for backward; levels are for OSDP, and for others only where
     nothing else is asked for."""
-    stationary: bool = False
-    """True if OSDP's plan may have activations move in place of weights."""
+    stationary: bool | None = None
+    """True if OSDP's plan may have activations move in place of weights, False if not; None: as where a fit names no
+    modes."""
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -266,7 +268,7 @@ class Strategies:
                 host_limit_bytes=host_limit_bytes,
                 micro_batch_size=policy,
                 search_space=SearchSpace(
-                    modes=_MOVING_EITHER if self.stationary else None,
+                    modes=_MODES[self.stationary],
                     states=places,
                     shards=places,
                     activations=tuple(self.activations) if is_free else ("keep",),

@@ -44,7 +44,7 @@ def estimate(
     lora: str | None = None,
     strategy: str | None = None,
     activations: str = ",".join(DEFAULT_ACTIVATIONS),
-    stationary: bool = False,
+    stationary: bool | None = None,
     memory: str | None = None,
     host_memory: str | None = None,
     batch: int | None = None,
@@ -78,7 +78,8 @@ def estimate(
         activations: what blocks may do with what they save for backward, keep, recompute, offload, recompute_offload or
             selective (recompute all but some results, which OSDP chooses), between commas; one alone, but for the
             last, is what all of them do.
-        stationary: whether OSDP may have activations of operators move in place of their weights.
+        stationary: whether OSDP may have activations of operators and of pairs move in place of their weights; by
+            default those of operators by themselves, where that is clearly faster, as in a fit.
         memory: limit of one rank, as in 70GiB; by default what the device has, less what is not for tensors.
         host_memory: memory of each host in which OSDP may keep states of the optimizer and shards of units, as
             in 256GiB; by default all are on the devices.
@@ -131,7 +132,7 @@ def estimate(
                     rates,
                     precision=precision,
                     activations=ways.profiled,
-                    exchanges=stationary,
+                    exchanges=bool(stationary),
                     on_host=host_bytes is not None,
                     progress=progress,
                 )
