@@ -285,7 +285,7 @@ class ShardedModel:
         loss, numbers = reach.loss, reach.numbers
         del reach  # backward frees what nothing refers to
         if loss.requires_grad:  # hooks before backward, which come next, may write to what it reads
-            loss.register_hook(lambda _: self._residence.settle())
+            loss.register_hook(lambda _: self._residence.settle_in_backward())
         with self._exchanging.outputs.agreed(numbers):
             yield loss
 

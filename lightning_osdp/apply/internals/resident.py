@@ -174,6 +174,15 @@ class Residence:
         if self._is_open:
             self._compare()
 
+    def settle_in_backward(self) -> None:
+        """Ends it where backward begins, and shows kept weights again that were hidden since forward.
+
+        Blocks that run again read them, of which no call of a unit tells.
+        """
+        self.settle()
+        for group in [*self._kept]:
+            self.shows(group)
+
     def reports(self, *, of_all: bool = True) -> list[int]:
         """Numbers of which ranks take the largest, to `take`: of each unit, whether its kept weights are outdated.
 

@@ -222,6 +222,26 @@ def test_what_is_written_to_replicated_weights_counts_from_then_on(ranks, cases)
         assert {case: apart for case, apart in told.items() if not apart < 1e-12} == {}
 
 
+class Before(L.Callback):
+    """Has a hook between forward and backward, before which modules show shards."""
+
+    def on_before_backward(self, *_):
+        pass
+
+
+def runs_again():
+    """Difference from DDP where a resident unit and a replicated one are blocks that run again in backward."""
+    plan, _ = replicated()
+    blocks = tuple(Block(name=name, treatment=Treatment(saves="recompute")) for name in ("twice", "head"))
+    _, found = ran(made(), dataclasses.replace(plan, blocks=blocks), callbacks=[Before()], max_steps=3)
+    _, expected = ran(made(), max_steps=3)
+    return differs(found, expected)
+
+
+def test_blocks_that_run_again_find_weights_whatever_hooks_come_before_backward(ranks):
+    assert max(ranks(2).run(runs_again)) < 1e-12
+
+
 class Apart(L.Callback):
     """Writes to a weight on one rank alone."""
 
