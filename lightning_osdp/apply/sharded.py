@@ -88,7 +88,7 @@ class ShardedModel:
             call_layers_in_evaluation(module)
             units = [ShardedUnit("", (module,)), *children_and_blocks(module, min_unit_bytes=min_unit_bytes)]
         else:
-            units = list(planned_units(module, plan, initialize))
+            units = list(planned_units(module, plan, initialize, mixed_precision))
         self.module, self.plan, self.units = module, plan, tuple(units)
         self._recomputed = recomputed
         self.reusable: Any = None

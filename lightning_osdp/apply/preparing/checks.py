@@ -6,10 +6,12 @@ import logging
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecision
 
 from lightning_osdp.apply.internals import access
 from lightning_osdp.apply.preparing.initialize import tensors_of
+from lightning_osdp.apply.units import ShardedUnit, policy_of
+from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.names import upwards
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
@@ -73,14 +75,14 @@ def _has_own_memory(parameter: nn.Parameter, module: nn.Module) -> bool:
     )
 
 
-def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
+def prepared(module: nn.Module, plan: Plan, precision: MixedPrecision | None) -> dict[str, nn.Module]:
     """Checks that a module is the one of the plan; returns its modules by name.
 
     Raises:
         PlanMismatchError: the plan is for another model, see `apply_plan`.
         ConfigurationError: a unit has trainable parameters of several dtypes, or slices and several operators, or its
-            shard is to be on the host though it is trained; or it is inside a module that is compiled whole, or a block
-            is.
+            shard is to be on the host though it is trained, or cannot be replicated; or it is inside a module that is
+            compiled whole, or a block is.
     """
     modules = dict(module.named_modules())
     _check_units(plan, modules)
@@ -89,6 +91,7 @@ def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     _check_slices(plan, module)
     _check_exchanges(plan, module)
     _check_host_shards(plan, modules)
+    _check_replicated(plan, modules, precision)
     call_layers_in_evaluation(module)
     return modules
 
@@ -177,6 +180,31 @@ def _check_host_shards(plan: Plan, modules: dict[str, nn.Module]) -> None:
                 f" it with states on the host, but {trained[0]!r} is. Freeze it with requires_grad_(False), or plan"
                 " anew by leaving out `plan=`."
             )
+
+
+def _check_replicated(plan: Plan, modules: dict[str, nn.Module], precision: MixedPrecision | None) -> None:
+    """Raises a `ConfigurationError` where each rank is to have all of a unit whose weights its shard cannot be."""
+    for unit in plan.units:
+        if effects_of(unit.treatments[0]).sharded_over != "one":
+            continue
+        why = _why_not_replicated(unit, modules, precision) if unit.name else "it is the root"
+        if why:
+            raise ConfigurationError(
+                f"Expected unit {unit.name!r} to be one of which each rank can have all, with home='one' (replicated)"
+                f" as the plan says, but {why}. Give it another 'home', or plan anew by leaving out `plan=`."
+            )
+
+
+def _why_not_replicated(unit: Unit, modules: dict[str, nn.Module], precision: MixedPrecision | None) -> str:
+    """Why weights of a unit cannot be views of its shard; empty where they can."""
+    policy = policy_of(ShardedUnit(unit.name, tuple(modules[name] for name in unit.wrapped_modules)), precision)
+    for name in unit.operators:
+        for own, parameter in modules[name].named_parameters(prefix=name, recurse=False):
+            if not parameter.dim():
+                return f"{own!r} has no dimensions"
+            if parameter.is_floating_point() and policy.param_dtype not in {None, parameter.dtype}:
+                return f"{own!r} is kept in {parameter.dtype} and cast to {policy.param_dtype} for computing"
+    return ""
 
 
 def _check_parameters(plan: Plan, module: nn.Module) -> None:

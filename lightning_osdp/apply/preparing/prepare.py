@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecision
 
 from lightning_osdp.apply.activations.blocks import with_recomputed
 from lightning_osdp.apply.internals import access, dtensors
@@ -78,9 +79,11 @@ def begin(
     return initialize
 
 
-def planned_units(module: nn.Module, plan: Plan, initialize: Callable[[nn.Module], None]) -> Iterator[ShardedUnit]:
+def planned_units(
+    module: nn.Module, plan: Plan, initialize: Callable[[nn.Module], None], precision: MixedPrecision | None
+) -> Iterator[ShardedUnit]:
     """Yields the units of a plan whose weights are gathered, with operators split, root first."""
-    modules = prepared(module, plan)
+    modules = prepared(module, plan, precision)
     for unit in plan.units:
         if effects_of(unit.treatments[0]).exchanges:
             continue

@@ -1,6 +1,7 @@
 """Trained units that each rank has all of: nothing of them is gathered, and training is what it is under DDP."""
 
 import dataclasses
+from functools import partial
 
 import lightning as L
 import pytest
@@ -15,6 +16,7 @@ from lightning_osdp.apply.internals.gathering import whole_storages
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.parts import Block
 from tests.distributed.support.fits import failure, fitted, plan_for, shared_folder, trainer
+from tests.distributed.training.units.test_host_shards import Scaled
 from tests.distributed.training.units.test_joined import with_unit
 from tests.distributed.training.units.test_resident import (
     Adapters,
@@ -32,6 +34,13 @@ from tests.support.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
+LOW = "bf16-mixed"
+REFUSED = {
+    "": "it is the root",
+    "scale": "'scale.factor' has no dimensions",
+    "head": "'head.weight' is kept in torch.float32 and cast to torch.bfloat16 for computing",
+}
+"""Units that cannot be replicated, and why."""
 JOINED = ("layers.0.down", "layers.0.up", "layers.1.down", "layers.1.up")
 """Adapters, which are one unit."""
 
@@ -105,22 +114,25 @@ def test_a_shard_that_is_all_of_its_weight_has_no_memory_of_its_own(ranks):
     assert ranks(2).run(shares_memory) == [([0, 0, 0], {True})] * 2
 
 
-def in_low_precision():
-    """Losses in bf16 beside those of the plan with everything sharded, and how far states are apart."""
-    plan, _ = replicated(dtype=torch.float32)
-    plain = plan_for(made(dtype=torch.float32), "zdp", world_size=dist.get_world_size())
-    module, other = made(dtype=torch.float32), made(dtype=torch.float32)
-    _, found = ran(module, plan, precision="bf16-mixed")
-    _, expected = ran(other, plain, precision="bf16-mixed")
-    apart = max(abs(float(a) - float(b)) for a, b in zip(module.losses, other.losses, strict=True))
-    return apart, differs(found, expected)
+def refused():
+    """Errors of plans that replicate the root, a number, and weights that are cast for computing."""
+    found = []
+    for name, kind, precision in (("", Adapters, "32-true"), ("scale", Scaled, "32-true"), ("head", Adapters, LOW)):
+        plan, _ = planned(kind, dtype=torch.float32)
+        units = [each.treated(home="one", keep="nothing") if each.name == name else each for each in plan.units]
+        plan = dataclasses.replace(plan, units=tuple(units))
+        found.append(failure(partial(ran, made(kind, torch.float32), plan, precision=precision)))
+    return found
 
 
-@pytest.mark.slow
-def test_in_low_precision_weights_are_cast_anew_after_each_update(ranks):
-    for losses, states in ranks(2).run(in_low_precision):
-        assert losses < 0.02
-        assert states < 0.02
+def test_units_that_cannot_be_replicated_are_refused_before_training(ranks):
+    for found in ranks(2).run(refused):
+        for (kind, text), (name, why) in zip(found, REFUSED.items(), strict=True):
+            assert kind == "ConfigurationError"
+            assert text == (
+                f"Expected unit {name!r} to be one of which each rank can have all, with home='one' (replicated) as the"
+                f" plan says, but {why}. Give it another 'home', or plan anew by leaving out `plan=`."
+            )
 
 
 def saves_and_resumes(state_dict_type, is_first):
