@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.operations.splitting import splittable
 from tests.distributed.support.fuzzed_training import Net, differences, fits_apart
 
@@ -123,12 +124,16 @@ def called_in(module):
 
 
 @st.composite
-def blocks(draw, called):
-    """Draws what blocks do, none of which is inside another, and the results that those at a level keep."""
-    found = []
+def blocks(draw, called, described):
+    """Draws what blocks do, none of which is inside another, and the results that those at a level keep.
+
+    Where operators inside are in slices, by the units as ``described``, there is no level.
+    """
+    found, sliced = [], [unit["name"] for unit in described if len(unit["modes"]) > 1]
     for name in called:
         if not any(name.startswith(f"{block}.") for block, *_ in found) and draw(SELDOM):
-            saves = draw(st.sampled_from(["recompute", "recompute_offload", "offload", "selective_1", "selective_1"]))
+            levels = [] if any(is_inside(each, [name]) for each in sliced) else ["selective_1"] * 2
+            saves = draw(st.sampled_from(["recompute", "recompute_offload", "offload", *levels]))
             kept = draw(st.sets(st.integers(0, 5), min_size=1)) if saves == "selective_1" else ()
             found.append((name, saves, tuple(sorted(kept))))
     return found
@@ -168,7 +173,7 @@ def plans(draw, model, node_size=None):
     return {
         "node_size": node_size,
         "units": described,
-        "blocks": draw(blocks(called)),
+        "blocks": draw(blocks(called, described)),
         "options": draw(options(described)),
     }
 
@@ -198,7 +203,7 @@ def cases(draw, node_size=None):
         if name == "use":
             modes = draw(st.lists(st.sampled_from(modes_over_all(node_size)), min_size=1, max_size=5))
             sync = draw(st.lists(st.sampled_from(SYNCS if node_size else SYNCS[:2]), min_size=1, max_size=5))
-            return name, modes, sync, draw(options(plan["units"])), draw(blocks(called))
+            return name, modes, sync, draw(options(plan["units"])), draw(blocks(called, plan["units"]))
         return (name, draw(st.integers(0, 3))) if name == "freeze" else (name,)
 
     def events(**options):
