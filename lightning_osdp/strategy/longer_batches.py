@@ -76,7 +76,8 @@ class LongerBatches(pl.Callback):
     all that are known to fit.
 
     - A batch that fits by what is known of another one (see `room_for_longer`) needs nothing.
-    - Else its rank profiles it, on fake tensors, and rank 0 finds the plan: one that is there already, or a new one.
+    - Else its rank profiles it, on fake tensors, and rank 0 finds the plan: one that is there already, or new ones, the
+      fastest that fits and one that leaves room for batches that are longer yet.
     - Plans change at once to one that has room, even between two micro-batches of one step; they do not differ in when
       gradients are reduced. They change back between two steps, once steps under the plan in use are predicted to have
       lost as much time as two changes take.
@@ -100,8 +101,7 @@ class LongerBatches(pl.Callback):
         assert profile is not None
         self._units, self._profiler, self._racing, self._tries = units, profiler, racing, SecondTries(units)
         self._profiles: list[ModelProfile] = [profile]  # of known batches; those after the first on rank 0 alone
-        shapes = on_rank_zero(lambda: profiler.shapes)
-        self._known = KnownBatches((KnownBatch(shapes, plan.micro_batch_size, (Room(1.0, 1.0),)),))
+        self._known = KnownBatches((KnownBatch(on_rank_zero(lambda: profiler.shapes), plan.micro_batch_size, ()),))
         self._begin_with(plan)
         self._global_step = trainer.global_step
         self._is_between, self._is_refused = True, False
@@ -109,13 +109,17 @@ class LongerBatches(pl.Callback):
         self._change_s, self._number_before = 0.0, 0
 
     def _begin_with(self, plan: Plan) -> None:
-        """Takes the plan in use for the usual one: it has room for the batch that was profiled first."""
+        """Takes the plan in use for the usual one: it has room for the batch that was profiled first.
+
+        Other batches are profiled anew when they come, for a plan may have choices of blocks that none before had.
+        """
         self._plans: tuple[Plan, ...] = (plan,)
         self.number, self._lost_s = 0, 0.0
         self._usual_s: tuple[float, ...] = ()  # of a usual step under plans, as far as that was of use
         self._used = {0}  # plans that have been in use
         self._run: dict[int, RunBatches] = {}  # by number of the plan
-        self._known = self._known.under([(Room(1.0, 1.0),), *[(Room(0.0, 0.0),)] * (len(self._known.batches) - 1)])
+        self._known = KnownBatches((dataclasses.replace(self._known.batches[0], rooms=(Room(1.0, 1.0),)),))
+        del self._profiles[1:]
         self._rooms: dict[tuple[int, int], Room] = {}  # by known batch and plan, on rank 0
 
     @property
@@ -360,14 +364,14 @@ class LongerBatches(pl.Callback):
         """Profiles a batch of this rank, or says why that is impossible."""
         num_samples = samples_in(batch, (self._plans[0].micro_batch_size,))
         try:
-            profile = self._profiler.profile(batch, num_samples)
+            profile = self._profiler.profile(batch, num_samples, self._plans[0])
         except Exception as error:  # the user's step may raise any
             raise_if_fatal(error)
             return f"one on rank {trainer.global_rank} cannot be profiled: {type(error).__name__}: {error}"
         return _Profiled(trainer.global_rank, shapes, num_samples, profile)
 
     def _planned(self, trainer: pl.Trainer, profiled: Sequence[_Profiled], *, evaluates: bool) -> _Found:
-        """Finds a plan that has room for each of these batches; on rank 0.
+        """Finds plans that have room for each of these batches, and perhaps for longer ones; on rank 0.
 
         Raises:
             InfeasibleError: not even the plan with least memory has room for one of them.
@@ -383,7 +387,7 @@ class LongerBatches(pl.Callback):
                 continue
             usual = self._plans[0]
             engine, num_samples = self._units.options.engine, each.num_samples
-            plan = thriftier(usual, each.profile, cluster, num_samples=num_samples, engine=engine)
+            plan, *roomier = thriftier(usual, each.profile, cluster, num_samples=num_samples, engine=engine)
             if plan.peak_bytes > usual.memory_limit_bytes and not evaluates:
                 raise InfeasibleError(_infeasible(each, plan) + last_checkpoint(trainer))
             kind, taken_bytes = ("", plan.peak_bytes) if not evaluates else ("validation ", plan.evaluation_peak_bytes)
@@ -394,7 +398,7 @@ class LongerBatches(pl.Callback):
                 f" all ranks change to one that is predicted to take {format_bytes(taken_bytes)} of"
                 f" {format_bytes(plan.memory_limit_bytes)} for it{how}, and back for shorter ones."
             )
-            found = self._judged((*found.plans, plan), found.known, found.usual_s)
+            found = self._judged((*found.plans, plan, *roomier), found.known, found.usual_s)
         return found
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
+from lightning_osdp.core.axes import KEEP, values_of
 from lightning_osdp.core.cluster import DeviceRates
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler import profile_model, replica_of, resized, stand_in, tensors_in
@@ -62,16 +65,23 @@ class BatchProfiler:
         self._replica = replica
         self._rates: DeviceRates | None = None
 
-    def profile(self, batch: Any, num_samples: int) -> ModelProfile:
-        """Profiles a batch on the device.
+    def profile(self, batch: Any, num_samples: int, plan: Plan) -> ModelProfile:
+        """Profiles a batch on the device, with blocks that recompute or do what one of them does in a plan.
 
         Raises:
             ProfileError: training_step reads values that fake tensors do not have, or runs other operators than before.
         """
         if self._rates is None:
             self._rates = self._measured(is_cuda=self._trainer.strategy.root_device.type == "cuda")
-        found = self._profile(batch, num_samples, self._rates)
-        if _parts(found) != _parts(self._known):
+        choices = self._options.profiled_choices
+        planned = {block.treatment["saves"] for block in plan.blocks}
+        activations = [
+            name
+            for name in choices["activations"]
+            if name in (KEEP, "recompute") or not planned.isdisjoint(values_of((name,)))
+        ]
+        found = self._profile(batch, num_samples, self._rates, choices | {"activations": activations})
+        if _parts(found, activations) != _parts(self._known, activations):
             raise ProfileError(
                 "Expected a step on a longer batch to run the operators of the one that was profiled, in blocks with"
                 " the same choices, but it does not."
@@ -92,7 +102,7 @@ class BatchProfiler:
         """Rates with which the first batch takes as long as was measured."""
         plain = DeviceRates(flops_per_s=dict.fromkeys(_DTYPES, _OPERATIONS), bytes_per_s=1.0, is_cuda=is_cuda)
         batch, num_samples = self._first
-        rated = self._profile(batch, num_samples, plain)
+        rated = self._profile(batch, num_samples, plain, {"activations": (KEEP,)})  # as was timed: nothing recomputes
         measured_s, rated_s = (
             sum((segment.forward_s + segment.backward_s).at(num_samples) for segment in each.segments)
             for each in (self._known, rated)
@@ -101,7 +111,7 @@ class BatchProfiler:
         flops_per_s = dict.fromkeys(_DTYPES, factor * _OPERATIONS)
         return DeviceRates(flops_per_s=flops_per_s, bytes_per_s=factor, is_cuda=is_cuda)
 
-    def _profile(self, batch: Any, num_samples: int, rates: DeviceRates) -> ModelProfile:
+    def _profile(self, batch: Any, num_samples: int, rates: DeviceRates, choices: Mapping[str, Any]) -> ModelProfile:
         trainer, replica = self._trainer, self._replica
         # users may have frozen parameters since, or put modules into evaluation; sliced ones have other names
         modules, parameters = dict(self._module.named_modules()), dict(self._module.named_parameters())
@@ -114,12 +124,14 @@ class BatchProfiler:
         replica.trainer = trainer
         try:
             with mute_logging(trainer, replica):
-                training, choices = as_trained(trainer, replica, None, num_samples), self._options.profiled_choices
+                training = as_trained(trainer, replica, None, num_samples)
                 return profile_model(replica, batch, training, rates=rates, known=self._known, **choices)
         finally:
             replica.trainer = None
 
 
-def _parts(profile: ModelProfile) -> tuple[object, ...]:
-    """Operators and blocks that plans of a model name, with what the blocks can do."""
-    return [each.name for each in profile], {block.name: [*block.segments] for block in profile.blocks}
+def _parts(profile: ModelProfile, activations: Sequence[str]) -> tuple[object, ...]:
+    """Operators and blocks that plans of a model name, with what the blocks can do of these choices."""
+    values = values_of(activations)
+    blocks = {block.name: [each for each in block.segments if each in values] for block in profile.blocks}
+    return [each.name for each in profile], blocks

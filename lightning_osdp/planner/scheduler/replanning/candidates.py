@@ -34,7 +34,8 @@ MOST_CANDIDATES = 5
 CLOSE = 1.15
 """Predicted seconds, over those of the fastest, within which predictions leave open which one is faster."""
 ROOMY = 0.8
-"""Part of the memory limit that a plan for a longer batch takes at most, where one can: the next may be longer yet."""
+"""Part of the memory limit that the second plan for a longer batch takes at most, where one can: the next may be longer
+yet."""
 MOST_LONGER = 8
 """Factor up to which `room_for_longer` looks."""
 _NUM_HALVINGS = 4
@@ -128,12 +129,14 @@ def room_for_longer(plan: Plan, profile: ModelProfile, cluster: Cluster, *, num_
 
 def thriftier(
     plan: Plan, profile: ModelProfile, cluster: Cluster, *, num_samples: int, engine: FSDP2 = ANY_PREFETCH
-) -> Plan:
-    """The fastest variant found of a plan that takes at most `ROOMY` of its memory limit for a longer batch.
+) -> tuple[Plan, ...]:
+    """The fastest variants found of a plan for a longer batch: within its memory limit, then within `ROOMY` of it.
 
-    Where there is none, the one with least memory, be it more than the limit. As many units are kept as fit, the
-    smallest first, and more and more blocks recompute, as far as the search space has that. Gradients are reduced as
-    planned, so that the plan can follow even between two micro-batches. Predictions are those of the batch.
+    The second has room for batches that are longer yet; where none is found, it is the one with least memory. One plan
+    where both are the same; where none fits, the one with least memory, which takes more than the limit. As many units
+    are kept as fit, the smallest first, and more and more blocks recompute, as far as the search space has that.
+    Gradients are reduced as planned, so that the plans can follow even between two micro-batches. Predictions are those
+    of the batch.
 
     Args:
         plan: in use for shorter batches.
@@ -142,12 +145,15 @@ def thriftier(
         num_samples: samples in the batch.
         engine: settings of prefetching that stay; those that are ``"auto"`` may differ.
     """
-    roomy_bytes = round(ROOMY * plan.memory_limit_bytes)
-    variants = _longer_variants(plan, profile, cluster, num_samples, engine, limit_bytes=roomy_bytes)
-    found = [each for each in variants.thriftier() if each is not None]
-    if not found:
-        return thriftiest(plan, profile, cluster, num_samples=num_samples, engine=engine)
-    return variants.for_longer(plan, min(found, key=attrgetter("time_s")))
+    found = []
+    for share in (1.0, ROOMY):
+        limit_bytes = round(share * plan.memory_limit_bytes)
+        variants = _longer_variants(plan, profile, cluster, num_samples, engine, limit_bytes=limit_bytes)
+        if made := [each for each in variants.thriftier() if each is not None]:
+            found.append(variants.for_longer(plan, min(made, key=attrgetter("time_s"))))
+    if len(found) < 2:
+        found.append(thriftiest(plan, profile, cluster, num_samples=num_samples, engine=engine))
+    return (*found,) if found[0].step_time_s < found[-1].step_time_s else (found[-1],)
 
 
 def thriftiest(

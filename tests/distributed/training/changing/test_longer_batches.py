@@ -139,7 +139,7 @@ def limited(limit_bytes, *, space=SPACE, **options):
 def compared(lengths, *, space=SPACE, accumulates=1, room=1.02, num_blocks=6, short=(), **options):
     """A fit in little more memory than the first batches take, beside DDP; see `Short`."""
     limit_bytes, options["accumulates"] = round(room * usual_bytes(space, accumulates, num_blocks)), accumulates
-    modules = [Short(numbers, num_blocks).double() for numbers in ((), short)]
+    modules = [Short(dict.fromkeys(numbers, FIRST), num_blocks).double() for numbers in ((), short)]
     expected, module, *_ = fitted(ddp(), lengths, module=modules[0], accumulates=accumulates)
     fit, ours, recorder, told = fitted(limited(limit_bytes, space=space), lengths, module=modules[1], **options)
     monitor = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
@@ -202,17 +202,17 @@ def too_long():
 
 
 class Short(Reader):
-    """Has no memory left on rank 0 in backward, under some plans by number, on batches longer than planned for."""
+    """Has no memory left on rank 0 in backward, on batches longer than what some plans, by number, have room for."""
 
-    def __init__(self, numbers, num_blocks):
+    def __init__(self, rooms, num_blocks):
         super().__init__(num_blocks)
-        self.numbers, self.is_short = numbers, False
+        self.rooms = rooms
         self.blocks[0].register_forward_hook(lambda module, args, output: self.stop_in_backward(output))
 
     def stop_in_backward(self, output):
         longer = getattr(self.trainer.strategy, "_longer", None)
-        is_short = longer is not None and longer.number in self.numbers and dist.get_rank() == 0
-        if is_short and output.requires_grad and output.shape[1] > FIRST:
+        room = output.shape[1] if longer is None else self.rooms.get(longer.number, output.shape[1])
+        if output.requires_grad and output.shape[1] > room and dist.get_rank() == 0:
             output.register_hook(self.stop)
 
     def stop(self, _):
@@ -229,10 +229,11 @@ def turns_out_too_long():
 
 
 def has_no_room():
-    """The error of a fit in which the plan with least memory turns out to have no room."""
-    limit_bytes, module = round(1.1 * usual_bytes(num_blocks=3)), Short((1,), 3).double()
+    """The error of a fit in which the plan for longer batches has no room, and later the one with least memory."""
+    limit_bytes, longest = round(1.1 * usual_bytes(num_blocks=3)), 8 * FIRST
+    module = Short({1: FIRST, 2: longest, 3: longest}, 3).double()
     with pytest.raises(InfeasibleError) as raised:
-        fitted(limited(limit_bytes), [FIRST] * 3 + [8 * FIRST] * 2, module=module)
+        fitted(limited(limit_bytes), [FIRST] * 3 + [longest, longest + 1], module=module)
     return str(raised.value)
 
 
