@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from lightning_osdp.core.axes import NAMED_MODES, modes_of
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.planner.assign import assign_modes, fill_spare
 from lightning_osdp.planner.cost import Workload
 from lightning_osdp.planner.engine import FSDP2, effects_of
 from lightning_osdp.planner.search import SOLVERS
@@ -47,6 +49,18 @@ def test_all_gathers_inside_of_nodes_take_the_time_of_their_links(setting):
     # in place of an all-gather and a reduce-scatter over all ranks
     between = 2 * SLOW.ring_s(gathered / 4, 2)
     assert hdp - dp == pytest.approx(2 * FAST.ring_s(gathered, 4) + between - 2 * SLOW.ring_s(gathered, 8))
+
+
+def test_without_nodes_nothing_is_in_them_whatever_is_offered(setting):
+    found = setting(
+        operators=[*OPERATORS, {"name": "", "parameter_bytes": 100}],
+        cluster=Cluster(world_size=8, all_gather=SLOW, reduce_scatter=SLOW, overlaps=True),
+        workload=Workload(micro_batch_size=1),
+        modes=modes_of([*NAMED_MODES]),
+        engine=FSDP2(backward_prefetch="none"),
+    )
+    assigned = fill_spare(assign_modes(found, memory_limit_bytes=10**6), memory_limit_bytes=10**6)
+    assert "node" not in {mode[axis] for mode in assigned.modes for axis in mode}
 
 
 @pytest.mark.parametrize("search", SOLVERS)
