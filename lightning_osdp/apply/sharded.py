@@ -284,10 +284,16 @@ class ShardedModel:
         reach = self._agreement.agree_on_backward(self._exchanging.outputs.reach(loss))
         loss, numbers = reach.loss, reach.numbers
         del reach  # backward frees what nothing refers to
-        if loss.requires_grad:  # hooks before backward, which come next, may write to what it reads
-            loss.register_hook(lambda _: self._residence.settle_in_backward())
+        if loss.requires_grad:
+            loss.register_hook(self._enter_backward)
         with self._exchanging.outputs.agreed(numbers):
             yield loss
+
+    def _enter_backward(self, _: Tensor) -> None:
+        """Hook of a loss: hooks before backward, which come after `reaching_alike`, may have written to weights."""
+        self._residence.settle()
+        self._residence.show_all()
+        backward.announce_end(self.module)
 
     def before_backward(self, *, is_followed: bool = False) -> None:
         """Prepares backward, after forward.

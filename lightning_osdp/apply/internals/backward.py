@@ -313,6 +313,14 @@ def phase_of(module: nn.Module) -> str:
     return "forward" if training_state == TrainingState.FORWARD else ""
 
 
+def announce_end(root: nn.Module) -> None:
+    """Has the end of this backward reduce what is left, though no unit tells of it.
+
+    Modules of units that stay unsharded have no hooks, nor has the root where a step calls backward itself.
+    """
+    access.state_of(root)._register_root_post_backward_final_callback()
+
+
 def is_in_backward(root: nn.Module) -> bool:
     """True while backward goes on."""
     return bool(access.state_of(root)._state_ctx.post_backward_final_callback_queued)

@@ -174,12 +174,8 @@ class Residence:
         if self._is_open:
             self._compare()
 
-    def settle_in_backward(self) -> None:
-        """Ends it where backward begins, and shows kept weights again that were hidden since forward.
-
-        Blocks that run again read them, of which no call of a unit tells.
-        """
-        self.settle()
+    def show_all(self) -> None:
+        """Shows kept weights that were hidden since forward: blocks that run again in backward read them."""
         for group in [*self._kept]:
             self.shows(group)
 

@@ -7,6 +7,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch.distributed.tensor import DTensor
 
@@ -252,6 +253,36 @@ def runs_again():
 
 def test_blocks_that_run_again_find_weights_whatever_hooks_come_before_backward(ranks):
     assert max(ranks(2).run(runs_again)) < 1e-12
+
+
+class ByHand(Adapters):
+    """Steps an optimizer itself, and calls modules of its own but not itself."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+
+    def loss(self, batch):
+        x, y = (each.to(self.head.weight.dtype) for each in batch)
+        return F.mse_loss(Adapters.forward(self, x), y)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for factor in (1.0, 0.5):  # two backwards for one step
+            self.manual_backward(super().training_step(batch, batch_idx) * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps_by_hand():
+    """Difference from DDP where backward is called in a step all of whose units stay unsharded."""
+    _, found = ran(made(ByHand), replicated()[0], max_steps=3)
+    _, expected = ran(made(ByHand), max_steps=3)
+    return differs(found, expected)
+
+
+def test_gradients_are_reduced_where_a_step_calls_backward_and_no_unit_has_hooks(ranks):
+    assert max(ranks(2).run(steps_by_hand)) < 1e-12
 
 
 class Apart(L.Callback):
