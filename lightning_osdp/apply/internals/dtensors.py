@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, partialmethod
 from typing import Any
 
@@ -18,9 +18,11 @@ from lightning_osdp.errors import ConfigurationError
 
 _SHARD = "_osdp_shard"
 """Attribute that marks parameters as shards of a unit: how often somebody asked for what may be written to unseen."""
-_PIECES = 2**11, 2**17
+_PIECES = 2**14, 2**17
 """Least and most words of 8 bytes that are hashed at once, beside 16 to 24 bytes for each; between, a 64th of a tensor
 is."""
+_SMALL_BYTES, _JOINED_BYTES = 2**15, 2**18
+"""Most bytes of tensors that are hashed together, and bytes beyond which no other one joins them."""
 _PIECES_ON_GPU = 16
 """Pieces that a GPU hashes at once."""
 _MIXING = (-7046029254386353131, -4658895280553007687)
@@ -205,35 +207,61 @@ def write_rows(sharded: DTensor, whole: Tensor) -> None:
         sharded.to_local().copy_(rows.to_local())
 
 
-def hash_of(tensor: Tensor) -> int:
-    """Hash of the bits of a tensor and of their order, below 2^64, the same on all devices.
+def hash_of(*tensors: Tensor) -> int:
+    """Hash of the bits of tensors and of their order, below 2^64, the same on all devices.
 
     It is a sum with a factor for each place, which is as good as random: with those of a line, changes of all signs
-    would cancel out in some small tensors. The device is waited for once.
+    would cancel out in some small tensors. The device is waited for once, however many tensors there are.
     """
-    flat = tensor.detach().flatten().contiguous()
-    num_words, in_word = -(-flat.nbytes // 8), max(1, 8 // flat.itemsize)
-    least, most = _PIECES
-    size = min(max(least, -(-num_words // 64)), most)
-    factors = torch.arange(1, min(size, num_words) + 1, device=flat.device)
+    sums: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    factors: dict[torch.device, Tensor] = {}
+    for flat in _joined(tensors):
+        num_words, in_word = -(-flat.nbytes // 8), max(1, 8 // flat.itemsize)
+        least, most = _PIECES
+        size = min(max(least, -(-num_words // 64)), most, num_words)
+        if flat.device not in factors or factors[flat.device].numel() < size:
+            factors[flat.device] = _factors(size, flat.device)
+        own = factors[flat.device][:size]
+        # a GPU launches few kernels for many pieces, of which a processor's cache has room for one
+        for chunk in flat.split((1 if flat.device.type == "cpu" else _PIECES_ON_GPU) * size * in_word):
+            words = _words(chunk, in_word)
+            num_rest = words.numel() % size
+            whole, rest = words.split([words.numel() - num_rest, num_rest])
+            if whole.numel():
+                sums[flat.device].append(whole.view(-1, size).mul_(own).sum(1))
+            if num_rest:
+                sums[flat.device].append(rest.mul_(own[:num_rest]).sum(0, keepdim=True))
+    found = 0
+    for each in (number for of_device in sums.values() for number in torch.cat(of_device).tolist()):
+        found = (found * 1_000_003 + each) % 2**64
+    return found
+
+
+def _joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Flat tensors without empty ones, where small ones that follow each other are copied into one."""
+    small: list[Tensor] = []
+    for flat in (tensor.detach().flatten() for tensor in tensors):
+        is_small = flat.nbytes <= _SMALL_BYTES
+        is_alike = small and (flat.dtype, flat.device) == (small[0].dtype, small[0].device)
+        if small and not (is_small and is_alike and sum(each.nbytes for each in small) < _JOINED_BYTES):
+            yield torch.cat(small)
+            small = []
+        if is_small:
+            small += [flat] if flat.numel() else []
+        else:
+            yield flat.contiguous()
+    if small:
+        yield torch.cat(small)
+
+
+def _factors(number: int, device: torch.device) -> Tensor:
+    """Odd factors of places, the same for a place however many there are."""
+    factors = torch.arange(1, number + 1, device=device)
     for shift, times in ((33, _MIXING[0]), (29, _MIXING[1])):  # overflow is meant
         factors.mul_(times)
         factors ^= factors >> shift
     factors |= 1
-    sums = []
-    # a GPU launches few kernels for many pieces, of which a processor's cache has room for one
-    for chunk in flat.split((1 if flat.device.type == "cpu" else _PIECES_ON_GPU) * size * in_word):
-        words = _words(chunk, in_word)
-        whole = words[: len(words) - len(words) % size].view(-1, size)
-        rest = words[whole.numel() :]
-        if len(whole):
-            sums.append(whole.mul_(factors).sum(1))
-        if len(rest):
-            sums.append(rest.mul_(factors[: len(rest)]).sum(0, keepdim=True))
-    found = 0
-    for each in torch.cat(sums).tolist() if sums else ():
-        found = (found * 1_000_003 + each) % 2**64
-    return found
+    return factors
 
 
 def _words(flat: Tensor, in_word: int) -> Tensor:

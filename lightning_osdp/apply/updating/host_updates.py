@@ -84,6 +84,10 @@ class HostRows:
         there = (pair for pair in pairs if self.keeps(pair[0]))
         return [*stepped, *(Stepped(each, dtensors.local(each), dtensors.local(grad)) for each, grad in there)]
 
+    def has_places(self, parameters: Iterable[Tensor]) -> bool:
+        """True if there is memory for copies of rows of these parameters, and of their gradients."""
+        return all(id(parameter) in self._copies for parameter in parameters)
+
     def places(self, pairs: Sequence[tuple[DTensor, DTensor]]) -> list[Stepped]:
         """Returns memory for copies of rows of parameters, and of gradients, which is made where it is not there."""
         for parameter, gradient in pairs:

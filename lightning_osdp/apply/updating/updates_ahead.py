@@ -37,14 +37,14 @@ class Updated(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """Update of one parameter, with marks of what it was computed of."""
+    """Updates of a unit, with marks of what they were computed of."""
 
-    fields: dict[str, Any]
-    """State as the update leaves it."""
-    hashes: tuple[int, int]
-    """Hashes of the rows of the parameter and of its gradient."""
+    fields: Mapping[int, dict[str, Any]]
+    """States as the updates leave them, by id of parameters."""
+    hash: int
+    """Hash of the rows of all parameters, and of their gradients."""
     states: object
-    """Marks of its states."""
+    """Marks of their states."""
 
 
 _Copies = dict[str, tuple[Any, Tensor | None]]
@@ -61,8 +61,8 @@ class _Begun(NamedTuple):
     """Options of the group of each parameter, by id."""
     copies: Mapping[int, _Copies]
     """States of parameters, by id, which live as long as their ids are part of marks."""
-    work: Future[Mapping[int, _Computed]]
-    """Updates of parameters, by id."""
+    work: Future[_Computed]
+    """The updates."""
 
 
 class UpdatesAhead:
@@ -70,10 +70,11 @@ class UpdatesAhead:
 
     An update is computed of what is there then: weights, gradient, states and options of the group. Anybody may change
     these before the step, as clipping does, and no version tells of all changes. Therefore an update touches copies
-    alone, and the step takes it only if weights and gradients have the bits that were copied, by their hashes, and
-    options and states are as they were: states by counts, versions and samples. Else the step is computed at its own
-    place, and no update begins in the next step, then in the next two, and so on, as long as this happens again. Either
-    way these are the numbers of a step without updates ahead, for the arithmetic is that of single elements.
+    alone, and the step takes those of a unit only if its weights and gradients have the bits that were copied, by their
+    hash, and options and states are as they were: states by counts, versions and samples. Else the step is computed at
+    its own place, and no update begins in the next step, then in the next two, and so on, as long as this happens
+    again. Either way these are the numbers of a step without updates ahead, for the arithmetic is that of single
+    elements.
 
     Copies of states take memory of the host beside these, of which there may be a limit.
 
@@ -196,13 +197,13 @@ class UpdatesAhead:
             if (not is_same or not of_step) and begun.work.cancel():
                 continue
             computed = begun.work.result()
-            for key in of_step:
-                is_own = begun.optimizer is optimizer and not _is_scaled(optimizer)
-                is_own = is_own and _has_options(group_of[key], begun.options[key])
-                if is_own and _is_as_computed(optimizer, *given[key], computed[key]):
-                    found.append(Updated(begun.stepped[key], computed[key].fields))
-                else:
-                    is_same = False
+            groups = {id(group_of[key]): (group_of[key], begun.options[key]) for key in of_step}
+            is_own = begun.optimizer is optimizer and not _is_scaled(optimizer) and len(of_step) == len(begun.stepped)
+            is_own = is_own and all(_has_options(group, options) for group, options in groups.values())
+            if is_own and _is_as_computed(optimizer, [given[key] for key in of_step], computed):
+                found += [Updated(begun.stepped[key], computed.fields[key]) for key in of_step]
+            else:
+                is_same = False
         wait([each.work for each in self._begun])
         if not is_same:
             self._leave_out()
@@ -232,6 +233,7 @@ class UpdatesAhead:
     def _copies(self, optimizer: Optimizer, parameters: Sequence[DTensor]) -> dict[int, _Copies] | None:
         """States of parameters, by id, with memory for their copies; None for lack of room."""
         spare, found = self._host.spare, dict[int, _Copies]()
+        is_more = not self._host.has_places(parameters)  # than earlier steps have taken
         for parameter in parameters:
             own, copies = spare.get(id(parameter), {}), _Copies()
             for name, value in optimizer.state.get(parameter, {}).items():
@@ -239,14 +241,14 @@ class UpdatesAhead:
                 if isinstance(value, Tensor):
                     rows = dtensors.local(value)
                     if place is None or (place.shape, place.dtype) != (rows.shape, rows.dtype):
-                        place = torch.empty_like(rows)
+                        place, is_more = torch.empty_like(rows), True
                 copies[name] = value, place
             found[id(parameter)] = copies
         new = {key: {name: of for name, (_, of) in each.items() if of is not None} for key, each in found.items()}
-        places = (place for each in {**spare, **new}.values() for place in each.values())
-        taken_bytes = sum(place.nbytes for place in places) + self._host.bytes_beside(parameters)
-        if self.room_bytes is not None and taken_bytes > self.room_bytes:
-            return None
+        if self.room_bytes is not None and is_more:
+            places = (place for each in {**spare, **new}.values() for place in each.values())
+            if sum(place.nbytes for place in places) + self._host.bytes_beside(parameters) > self.room_bytes:
+                return None
         spare.update(new)
         return found
 
@@ -257,14 +259,12 @@ class UpdatesAhead:
         pairs: Sequence[tuple[DTensor, DTensor]],
         copies: Mapping[int, _Copies],
         ready: Any,
-    ) -> Mapping[int, _Computed]:
+    ) -> _Computed:
         """Takes the step of an optimizer's twin on copies; runs in the thread."""
         with torch.no_grad(), self._after(ready):
             self._host.fill(stepped, pairs)
-            hashes = [(dtensors.hash_of(each.rows), dtensors.hash_of(each.gradient)) for each in stepped]
-            marks = [
-                _marks({name: value for name, (value, _) in copies[id(each.parameter)].items()}) for each in stepped
-            ]
+            hashed = _hash_of((each.rows, each.gradient) for each in stepped)
+            marks = _marks({name: value for name, (value, _) in copies[id(each.parameter)].items()} for each in stepped)
             twin.state = defaultdict(dict)
             for each in stepped:
                 each.rows.grad = each.gradient
@@ -276,10 +276,7 @@ class UpdatesAhead:
             finally:
                 for each in stepped:
                     each.rows.grad = None
-            return {
-                id(each.parameter): _Computed(twin.state.get(each.rows, {}), of, marked)
-                for each, of, marked in zip(stepped, hashes, marks, strict=True)
-            }
+            return _Computed({id(each.parameter): twin.state.get(each.rows, {}) for each in stepped}, hashed, marks)
 
     @contextmanager
     def _after(self, ready: Any) -> Iterator[None]:
@@ -294,10 +291,16 @@ class UpdatesAhead:
             yield
 
 
-def _is_as_computed(optimizer: Optimizer, parameter: DTensor, gradient: DTensor, computed: _Computed) -> bool:
-    """Tells if a parameter, its gradient and its states are what an update was computed of."""
-    hashes = (dtensors.hash_of(dtensors.local(each)) for each in (parameter, gradient))
-    return _marks(optimizer.state.get(parameter, {})) == computed.states and (*hashes,) == computed.hashes
+def _is_as_computed(optimizer: Optimizer, pairs: Sequence[tuple[DTensor, DTensor]], computed: _Computed) -> bool:
+    """Tells if parameters, their gradients and their states are what updates were computed of."""
+    marks = _marks(optimizer.state.get(parameter, {}) for parameter, _ in pairs)
+    return marks == computed.states and _hash_of(pairs) == computed.hash
+
+
+def _hash_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> int:
+    """Hash of this rank's rows of parameters and of their gradients."""
+    parameters, gradients = zip(*pairs, strict=True)
+    return dtensors.hash_of(*map(dtensors.local, (*parameters, *gradients)))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,8 +318,9 @@ def _has_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     return values(group) == values(options)
 
 
-def _marks(fields: Mapping[str, Any]) -> object:
-    """Values of states without dimensions, and identities, versions and hashes of samples of others."""
+def _marks(states: Iterable[Mapping[str, Any]]) -> object:
+    """Values of states without dimensions, identities and versions of others, and a hash of samples of these."""
+    samples: list[Tensor] = []
 
     def mark(value: Any) -> object:
         if not isinstance(value, Tensor):
@@ -324,10 +328,10 @@ def _marks(fields: Mapping[str, Any]) -> object:
         rows = dtensors.local(value)
         if not rows.dim():
             return float(rows)
-        sample = rows.flatten()[:: max(1, rows.numel() // _SAMPLE)]
-        return id(rows), value._version, rows._version, dtensors.hash_of(sample)
+        samples.append(rows.flatten()[:: max(1, rows.numel() // _SAMPLE)])
+        return id(rows), value._version, rows._version
 
-    return [(name, mark(value)) for name, value in fields.items()]
+    return [[(name, mark(value)) for name, value in fields.items()] for fields in states], dtensors.hash_of(*samples)
 
 
 def _is_scaled(optimizer: Optimizer) -> bool:
