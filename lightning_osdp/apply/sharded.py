@@ -26,6 +26,7 @@ from lightning_osdp.apply.internals import (
     in_flight,
     resident,
     sharding,
+    shortcuts,
     unsharded,
 )
 from lightning_osdp.apply.preparing.checks import call_layers_in_evaluation
@@ -135,6 +136,7 @@ class ShardedModel:
         # one changes, so that their order among each other is free.
         for unit in self.units:
             sharding.pass_inputs(unit.handle)
+        shortcuts.take(access.states_in(module), self._groups)
         self._residence = resident.Residence(
             self._groups,
             lambda values: self._agreement.largest(values),  # noqa: PLW0108 (it is not there yet)

@@ -8,6 +8,7 @@ import runpy
 import sys
 from itertools import permutations
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp.apply import ShardedModel, internals
-from lightning_osdp.apply.internals import access, backward, calls, dtensors, gathering, sharding, unsharded
+from lightning_osdp.apply.internals import access, backward, calls, dtensors, gathering, sharding, shortcuts, unsharded
 from lightning_osdp.apply.updating.updates import stepping_on_rows
 from lightning_osdp.errors import ConfigurationError
 
@@ -292,6 +293,54 @@ def test_what_is_written_while_it_is_gathered_is_in_the_shards(net, groups):
     written(is_taken=True)
 
 
+def test_hooks_of_units_are_wrapped_for_dynamo_once(monkeypatch):
+    module, wrapped, disable = Net(), [], torch._dynamo.disable
+
+    def noted(function, *args, **options):
+        wrapped.append(function.__name__)
+        return disable(function, *args, **options)
+
+    plan = plan_of(module, {"first": "ZDP", "second": "DP"}, world_size=1, micro_batch_size=2)
+    sharded = ShardedModel.planned(module, plan, device=torch.device("cpu"))
+    monkeypatch.setattr(torch._dynamo, "disable", noted)
+    sharded.run(module.forward, torch.ones(2, 3)).sum().backward()
+    assert sorted(wrapped) == ["_post_forward", "_pre_forward", "_root_post_backward_final_callback"]  # of the root
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_one_rank_copies_all_shards_of_a_unit_at_once(monkeypatch, dtype):
+    module, seen, copy = nn.Linear(3, 5), [], torch._foreach_copy_
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    access.begin(module)
+    group = access.group_of(module)
+    shortcuts.take(access.states_in(module), [group])
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *given: seen.append(len(given[0])) or copy(*given))
+    for step in range(2):
+        module.unshard()
+        wholes = [each._unsharded_param for each in group.fsdp_params]
+        assert [*module.parameters()] == wholes
+        shards = [dtensors.local(each.sharded_param) for each in group.fsdp_params]
+        assert all(map(torch.equal, wholes, [shard.to(dtype or torch.float32) for shard in shards]))
+        assert {(whole.is_leaf, whole.requires_grad, whole._version) for whole in wholes} == {(True, True, 0)}
+        assert seen == [2] * (step + 1)
+        module.reshard()
+        assert all(isinstance(each, DTensor) for each in module.parameters())
+        with torch.no_grad():
+            module.weight.add_(1)
+
+
+def test_ranges_are_named_for_profilers(net, groups):
+    shortcuts.take(access.states_in(net), groups)
+    with mock.patch.object(shortcuts, "record_function", side_effect=AssertionError):
+        net(torch.ones(2, 3)).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        net(torch.ones(2, 3)).sum().backward()
+    names = {event.key for event in profiler.key_averages()}
+    assert {
+        f"FSDP::{name} ({unit})" for name in ("pre_forward", "post_backward_reduce") for unit in ("first", "second")
+    } <= names
+
+
 def freeze_alike(groups):
     return [unsharded.Freezing(group) for group in groups]
 
@@ -360,19 +409,18 @@ def test_a_forward_gathers_and_a_backward_leaves_shards_with_gradients(net, grou
     for parameter, expected in zip(net.parameters(), plain.parameters(), strict=True):
         assert isinstance(parameter, DTensor)
         torch.testing.assert_close(dtensors.local(parameter.grad), expected.grad)
-    assert not any(backward.has_unreduced_gradient(owner) for owner in owners)
+    assert not any(flag for group in groups for flag in backward.have_unreduced_gradients(group))
 
 
 def test_gradients_that_are_not_reduced_are_whole_until_a_step_is_forgotten(net, groups):
     net.set_requires_gradient_sync(False)
     net(torch.ones(2, 3)).sum().backward()
-    owners = [owner for group in groups for _, owner in access.parameters_of(group)]
-    assert all(backward.has_unreduced_gradient(owner) for owner in owners)
+    assert all(flag for group in groups for flag in backward.have_unreduced_gradients(group))
     assert all(parameter.grad is None for parameter in net.parameters())
     gathering.reshard(net, groups)
-    assert all(backward.has_unreduced_gradient(owner) for owner in owners)
+    assert all(flag for group in groups for flag in backward.have_unreduced_gradients(group))
     backward.forget_step(net, groups)
-    assert not any(backward.has_unreduced_gradient(owner) for owner in owners)
+    assert not any(flag for group in groups for flag in backward.have_unreduced_gradients(group))
 
 
 def test_states_that_a_step_makes_share_the_layout_of_their_parameters(net):
@@ -580,4 +628,18 @@ def test_a_hash_is_that_of_a_copy_wherever_the_memory_begins(dtype, first):
 
 
 def test_a_hash_of_nothing_is_a_number():
-    assert dtensors.hash_of(torch.empty(0, 3)) == 0
+    assert dtensors.hash_of(torch.empty(0, 3)) == dtensors.hash_of() == 0
+
+
+def test_a_hash_of_several_tensors_tells_of_each_of_them_and_of_their_order():
+    sizes = (1, 300, 70_000, 7, 5, 40_000)  # of which some are small, beside each other and alone
+    tensors = [torch.arange(size).remainder(89).to(torch.float32) + place for place, size in enumerate(sizes, 1)]
+    tensors.insert(2, torch.arange(6).to(torch.bfloat16))
+    known = dtensors.hash_of(*tensors)
+    assert dtensors.hash_of(*(each.clone() for each in tensors), torch.empty(0)) == known
+    assert len({dtensors.hash_of(*order) for order in itertools.permutations(tensors, 3)}) == 7 * 6 * 5
+    for place, tensor in enumerate(tensors):
+        for element in {0, len(tensor) - 1}:
+            changed = [each.clone() for each in tensors]
+            changed[place][element] += 1
+            assert dtensors.hash_of(*changed) != known

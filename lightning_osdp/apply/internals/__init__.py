@@ -13,6 +13,7 @@ Each module is a subject. Callers, also in the room, write its name in front: ``
 `resident`      units that stay unsharded for ever
 `backward`      the end of backward for each unit, and gradients that are not reduced yet
 `calls`         hooks around calls of modules of units
+`shortcuts`     what torch does anew at each call of a hook, done once
 ==============  =========================================================================================
 """
 
@@ -31,6 +32,7 @@ try:
         in_flight,
         resident,
         sharding,
+        shortcuts,
         unsharded,
     )
 except ImportError as error:
@@ -47,5 +49,6 @@ __all__ = [
     "in_flight",
     "resident",
     "sharding",
+    "shortcuts",
     "unsharded",
 ]

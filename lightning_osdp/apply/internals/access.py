@@ -61,13 +61,16 @@ _METHODS = {
         "_init_sharded_post_forward_param_metadata",
         "_get_grad_inner_tensor",
         "_setattr_on_modules",
+        "alloc_all_gather_outputs",
         "free_unsharded_param",
+        "init_all_gather_outputs",
         "init_unsharded_param",
         "reset_sharded_param",
         "_sharded_local_tensor",
         "all_gather_inputs",
         "to_sharded_dtensor",
         "to_sharded_post_forward_dtensor",
+        "to_unsharded",
     ),
     TrainingState: ("FORWARD", "PRE_BACKWARD", "POST_BACKWARD", "IDLE"),
 }
@@ -143,6 +146,7 @@ the first all-gather."""
 IN_NODES = "a mode that leaves a shard in each node"
 ON_HOST = "a shard on the host"
 _AHEAD = "asynchronous_unshard, so that steps may take longer than predicted"
+_AT_ONCE = "copies of all shards of a unit at once, on one rank"
 _ONCE = "that a tensor given to a unit twice arrives as one"
 _QUICK = "a quick call of modules that find their unit unsharded"
 WHOLE = "gathered(), and a fit of a model that was evaluated first"
@@ -151,6 +155,9 @@ _DISPENSABLE = {
     "FSDPModule._set_unshard_async_op": _AHEAD,
     "FSDPParam._init_sharded_post_forward_param_metadata": IN_NODES,
     "FSDPParam.all_gather_inputs": ON_HOST,
+    "FSDPParam.alloc_all_gather_outputs": _AT_ONCE,
+    "FSDPParam.init_all_gather_outputs": _AT_ONCE,
+    "FSDPParam.to_unsharded": _AT_ONCE,
     "FSDPParamGroup._register_post_backward_hook": _ONCE,
     "FSDPParamGroup._to_sharded_post_forward": IN_NODES,
     "group._module_to_pre_load_state_dict_hook_handle": WHOLE,

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import compress
 from typing import Any
 from weakref import WeakSet
 
@@ -28,10 +29,12 @@ def _reduce_unfrozen(groups: Sequence[Any]) -> None:
     Gradients of units without any would stay in low precision (pytorch#186998, fixed in 2.14).
     """
     for group in groups if access.version() < (2, 14) else ():
+        if group._orig_dtype is not None:
+            continue
         dtypes = {
             (each.orig_dtype, each.reduce_dtype) for each in group.fsdp_params if each.orig_dtype.is_floating_point
         }
-        if group._orig_dtype is None and len(dtypes) == 1:
+        if len(dtypes) == 1:
             ((group._orig_dtype, group._reduce_dtype),) = dtypes
 
 
@@ -46,7 +49,7 @@ def forget_gradients(groups: Sequence[Any]) -> None:
     """Drops gradients that are not reduced yet, or not between nodes; gradients of shards stay."""
     for group in groups:
         group._partial_reduce_output = None
-        for parameter in group.fsdp_params:
+        for parameter in compress(group.fsdp_params, have_unreduced_gradients(group)):
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
             if parameter.unsharded_accumulated_grad is not None:  # since torch 2.15 it is the one above
@@ -97,9 +100,9 @@ class WaitingForwards:
     """
 
     def __init__(self, root: nn.Module, note: Callable[[Sequence[Tensor]], None]) -> None:
-        self._root, self._note = root, note
+        self._note, self._step = note, access.state_of(root)._state_ctx
         self._outputs: WeakSet[_Output] = WeakSet()
-        for state in access.state_of(root)._state_ctx.all_states:
+        for state in self._step.all_states:
             state._register_pre_backward_hook = partial(self._register, state._register_pre_backward_hook)
 
     @property
@@ -115,9 +118,11 @@ class WaitingForwards:
 
     def _register(self, register: Callable[[Any], Any], output: Any) -> Any:
         output = register(output)
-        if torch.is_grad_enabled() and not is_in_backward(self._root):  # in backward, blocks only recompute
+        # in backward, blocks only recompute
+        if torch.is_grad_enabled() and not self._step.post_backward_final_callback_queued:
             noted = _Output(self._outputs)
-            tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.grad_fn is not None]
+            leaves = (output,) if isinstance(output, Tensor) else tree_leaves(output)
+            tensors = [each for each in leaves if isinstance(each, Tensor) and each.grad_fn is not None]
             for tensor in tensors:
                 tensor.register_hook(noted)
             if not is_in_torch_func():
@@ -154,20 +159,22 @@ class BackwardWatch:
 
     def __init__(self, root: nn.Module, groups: Sequence[Any], note: Callable[[int, list[bool]], None]) -> None:
         self.is_announced, self._is_ending = False, False
-        self._root, self._note, self._groups = root, note, groups
+        self._step, self._note, self._groups = access.state_of(root)._state_ctx, note, groups
         self._versions: list[Any] | None = None  # gradients of each group before an unannounced backward
         self._transformed: set[Any] = set()
         """Groups that ``torch.func`` has called in this step."""
         for index, group in enumerate(groups):
             group.post_forward = partial(self._post_forward, group, group.post_forward)
-            group.post_backward = partial(self._post_backward, group, group.post_backward, index)
-        for state in access.state_of(root)._state_ctx.all_states:
+            group.post_backward = torch.compiler.disable(
+                partial(self._post_backward, group, group.post_backward, index)
+            )
+        for state in self._step.all_states:
             begin = state._register_root_post_backward_final_callback
             state._register_root_post_backward_final_callback = partial(self._begin, begin)
             state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
 
     def _begin(self, begin: Callable[[], None]) -> None:
-        if not is_in_backward(self._root):  # torch calls this once per unit
+        if not self._step.post_backward_final_callback_queued:  # torch calls this once per unit
             _reduce_unfrozen(self._groups)
             self._versions = None if self.is_announced else list(map(_versions_of_gradients, self._groups))
         begin()
@@ -200,7 +207,7 @@ class BackwardWatch:
         if resident.reduces_nothing(group):
             group._training_state = TrainingState.IDLE
             return
-        have = [has_unreduced_gradient(parameter) for parameter in group.fsdp_params]
+        have = have_unreduced_gradients(group)
         self._note(index, have)
         if any(have):
             _make_dense(group)
@@ -221,7 +228,7 @@ class BackwardWatch:
         self._is_ending = True
         for group in self._groups:
             is_through = group.reduce_grads and group._training_state == TrainingState.POST_BACKWARD
-            if is_through and any(has_unreduced_gradient(parameter) for parameter in group.fsdp_params):
+            if is_through and any(have_unreduced_gradients(group)):
                 group._training_state = TrainingState.PRE_BACKWARD  # torch then reduces it at the end of backward
         try:
             end()
@@ -233,9 +240,8 @@ class BackwardWatch:
 
     def _reset_reached(self) -> None:
         """Lets units that ``torch.autograd.grad`` has reached be called, and be reached, again."""
-        context = access.state_of(self._root)._state_ctx
-        context.post_backward_final_callback_queued = False
-        for state in context.all_states:
+        self._step.post_backward_final_callback_queued = False
+        for state in self._step.all_states:
             if state._training_state == TrainingState.PRE_BACKWARD:
                 state._training_state = TrainingState.IDLE
         for group in self._groups:
@@ -260,7 +266,7 @@ def _make_dense(group: Any) -> None:
 
 def _versions_of_gradients(group: Any) -> list[tuple[int, int]]:
     """Identities and versions of unreduced gradients; they change with each gradient that is added."""
-    parameters = [each for each in group.fsdp_params if has_unreduced_gradient(each)]
+    parameters = [*compress(group.fsdp_params, have_unreduced_gradients(group))]
     pairs = ((each.unsharded_accumulated_grad, each._unsharded_param.grad) for each in parameters)
     return [(id(each), each._version) for pair in pairs for each in pair if each is not None]
 
@@ -275,20 +281,19 @@ def _leave_as_forward(group: Any) -> None:
     group._training_state = TrainingState.IDLE
 
 
-def has_unreduced_gradient(parameter: Any) -> bool:
-    """True if an ``FSDPParam`` has a gradient that is not reduced yet."""
-    if parameter.unsharded_accumulated_grad is not None:
-        return True
-    whole = getattr(parameter, "_unsharded_param", None)
-    return whole is not None and whole.grad is not None
+def have_unreduced_gradients(group: Any) -> list[bool]:
+    """True for each parameter of a group that has a gradient which is not reduced yet."""
+    wholes = [(each, getattr(each, "_unsharded_param", None)) for each in group.fsdp_params]
+    return [
+        each.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None)
+        for each, whole in wholes
+    ]
 
 
 def has_unreduced_gradients(module: nn.Module) -> bool:
     """True if a unit has gradients that are not reduced yet, or not between nodes."""
     group = access.group_of(module)
-    return group is not None and (
-        has_partial_gradients(group) or any(has_unreduced_gradient(parameter) for parameter in group.fsdp_params)
-    )
+    return group is not None and (has_partial_gradients(group) or any(have_unreduced_gradients(group)))
 
 
 def has_partial_gradients(group: Any) -> bool:

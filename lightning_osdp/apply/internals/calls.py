@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_osdp.apply.internals import access, resident, sharding
+from lightning_osdp.apply.internals import access, resident, sharding, shortcuts
 
 _Place: TypeAlias = "tuple[OrderedDict[int, Any], int]"
 """Hooks of a module, and the number of one of them."""
@@ -112,7 +112,7 @@ class _Call:
     """Hooks before and after each call of one module of a unit; ``enter`` and ``leave`` are torch's own."""
 
     def __init__(self, unit: _Unit, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
-        self._enter, self._leave = enter, leave
+        self._enter, self._leave = shortcuts.unwrapped(enter), shortcuts.unwrapped(leave)
         self._unit, self._state, self._group, self._residence = unit, unit.state, unit.group, unit.residence
         self._handle: Any = unit.modules[0]
         self._is_first, self._is_last = module is unit.modules[0], module is unit.modules[-1]

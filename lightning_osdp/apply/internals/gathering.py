@@ -185,6 +185,9 @@ def reshard(root: nn.Module, groups: Sequence[Any]) -> None:
 
 def drop_retained(group: Any) -> None:
     """Frees the shard that forward left in each node; torch does so only where backward gathers the unit from it."""
+    left_in_forward = getattr(group, "post_forward_mesh_info", None)
+    if left_in_forward is None or left_in_forward is group.mesh_info:
+        return
     for parameter in group.fsdp_params:
         if getattr(parameter, "_sharded_post_forward_param_data", None) is not None:
             parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None

@@ -17,6 +17,8 @@ from typing_extensions import override
 
 from lightning_osdp.apply.internals import access, dtensors
 
+_ON_HOST = "lightning_osdp_on_host"
+"""Attribute of groups: there if their shards are on the host."""
 _AHEAD = "lightning_osdp_copied_ahead"
 """Attribute of parameters: a copy of their shard for the next all-gather."""
 _COPIED = "lightning_osdp_copied"
@@ -46,6 +48,7 @@ def keep(module: nn.Module) -> None:
     if group is None:
         return
     access.require(access.ON_HOST, groups=[group])
+    setattr(group, _ON_HOST, True)
     for parameter in group.fsdp_params:
         kind: Any = type(parameter)
         parameter.__class__ = _kind(kind)
@@ -84,9 +87,10 @@ def tensors_of(parameter: Any) -> Iterator[Tensor]:
 
 def copies_gradients(group: Any) -> bool:
     """True if gradients of a unit are to be copied to memory of the host here: torch does so where that is another."""
-    return group.device.type == "cpu" and any(
-        is_kept(each) and not getattr(each.sharded_param, "_post_accumulate_grad_hooks", None)
-        for each in group.fsdp_params
+    return (
+        hasattr(group, _ON_HOST)
+        and group.device.type == "cpu"
+        and any(not getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in group.fsdp_params)
     )
 
 

@@ -159,8 +159,9 @@ class Residence:
 
         It writes to the memory of weights, of whose versions it does not know.
         """
-        written = {id(shard) for shard in shards}
-        for group in filter(is_replicated, self._kept):
+        replicated = [group for group in self._kept if is_replicated(group)]
+        written = {id(shard) for shard in shards} if replicated else set[int]()
+        for group in replicated:
             increment_version(
                 [each._unsharded_param for each in group.fsdp_params if id(each.sharded_param) in written]
             )

@@ -140,10 +140,9 @@ class _Inputs(RegisterPostBackwardFunction):
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        state = access.state_of(ctx.param_group.modules[0])
         for gradient in gradients if torch.is_grad_enabled() else ():
             if gradient.requires_grad:
-                gradient.register_hook(state._pre_backward)
+                gradient.register_hook(access.state_of(ctx.param_group.modules[0])._pre_backward)
         return RegisterPostBackwardFunction.backward(ctx, *gradients)
 
 

@@ -47,12 +47,14 @@ class Freezing:
             self._needed = [parameter.sharded_param.requires_grad for parameter in self._group.fsdp_params]
 
     def _make_equal(self) -> None:
-        for place, parameter in enumerate(self._group.fsdp_params):
-            whole, sharded = parameter._unsharded_param, parameter.sharded_param
-            if whole.requires_grad != sharded.requires_grad:
-                whole.requires_grad_(not self._needed[place])
-                sharded.requires_grad_(not self._needed[place])
-            self._needed[place] = sharded.requires_grad
+        pairs = [(each._unsharded_param, each.sharded_param) for each in self._group.fsdp_params]
+        needed = [sharded.requires_grad for _, sharded in pairs]
+        if needed != self._needed or needed != [whole.requires_grad for whole, _ in pairs]:
+            for place, (whole, sharded) in enumerate(pairs):
+                if whole.requires_grad != sharded.requires_grad:
+                    whole.requires_grad_(not self._needed[place])
+                    sharded.requires_grad_(not self._needed[place])
+                self._needed[place] = sharded.requires_grad
 
 
 class GatheredWrites:
@@ -150,9 +152,10 @@ class _Rows:
         if not group.is_unsharded:
             return
         for parameter in group.fsdp_params:
-            if _has_other_memory(parameter):
+            (gathered,) = parameter.all_gather_outputs
+            if parameter._unsharded_param.data_ptr() != gathered.data_ptr():  # as after ``p.data = value``
                 _move_back(parameter)
-            if not parameter.all_gather_outputs[0].untyped_storage().resizable():
+            if not gathered.untyped_storage().resizable():
                 _renew(parameter)
                 self._addresses = []
         # A shard that somebody has changed while its unit was unsharded is newer than the unsharded parameter.
@@ -194,7 +197,7 @@ class _Rows:
     def _locate(self) -> None:
         """Finds the places of rows, which stay the same until shards are other tensors, or have other memory."""
         parameters = self._group.fsdp_params
-        shards = [parameter._sharded_local_tensor for parameter in parameters]
+        shards = [parameter.sharded_param._local_tensor for parameter in parameters]
         addresses = [shard.data_ptr() for shard in shards]
         if addresses == self._addresses and all(map(operator.is_, shards, self._shards)):
             return
@@ -217,12 +220,6 @@ def _is_cast(parameter: Any) -> bool:
     """True if a parameter is gathered in another precision than its shard has."""
     (gathered,) = parameter.all_gather_outputs
     return bool(gathered.dtype != parameter._sharded_local_tensor.dtype)
-
-
-def _has_other_memory(parameter: Any) -> bool:
-    """True if an unsharded parameter has left the memory of its unit, as after ``p.data = value``."""
-    (gathered,) = parameter.all_gather_outputs
-    return bool(parameter._unsharded_param.data_ptr() != gathered.data_ptr())
 
 
 def is_shared(parameter: Any) -> bool:

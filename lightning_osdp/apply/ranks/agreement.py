@@ -161,10 +161,12 @@ class Agreement:
         for start, group in zip(self._starts, self._groups, strict=True):
             if backward.has_partial_gradients(group) or resident.reduces_nothing(group):
                 continue
-            for place, (parameter, owner) in enumerate(access.parameters_of(group), start):
-                if parameter.grad is None and not backward.has_unreduced_gradient(owner):
+            have = backward.have_unreduced_gradients(group)
+            for place, ((parameter, _), has) in enumerate(zip(access.parameters_of(group), have, strict=True), start):
+                is_reduced = parameter.grad is not None
+                if not (has or is_reduced):
                     self._has_gradient[place] = False
-                elif self._has_dropped and parameter.grad is not None:
+                elif self._has_dropped and is_reduced:
                     self._has_gradient[place] = True  # assigned, if no backward gave it
         self._has_dropped = False
 

@@ -134,7 +134,7 @@ def on_rows(optimizer: Optimizer, host: HostRows = NOTHING_HELD) -> Iterator[Seq
         yield ()
         return
     stepped = [
-        Stepped(parameter, dtensors.local(parameter), dtensors.local(gradient))
+        Stepped(parameter, parameter._local_tensor, gradient._local_tensor)
         for parameter, gradient in pairs
         if id(parameter) not in left_out
     ]
@@ -182,12 +182,14 @@ def _computing_with(optimizer: Optimizer, stepped: Sequence[Stepped], left_out: 
     states, kept = optimizer.state, [group["params"] for group in optimizer.param_groups]
     rows_of = {id(each.parameter): each.rows for each in stepped}  # a tensor's own hash is slow
     local_states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    known: dict[int, list[int]] = {}  # identities of what states of these rows had, by id
     for key, fields in states.items():
         rows = rows_of.get(id(key))
         if rows is None:
             local_states[key] = fields
         else:
-            local_states[rows] = {name: dtensors.local(value) for name, value in fields.items()}
+            local_states[rows] = of_rows = {name: dtensors.local(value) for name, value in fields.items()}
+            known[id(rows)] = [*map(id, of_rows.values())]
     try:
         for each in stepped:
             each.rows.grad = each.gradient
@@ -207,7 +209,7 @@ def _computing_with(optimizer: Optimizer, stepped: Sequence[Stepped], left_out: 
             stepped_parameter = parameter_of.get(id(key))
             if stepped_parameter is None:
                 states[key] = fields
-            else:
+            elif [*map(id, fields.values())] != known.get(id(key)):
                 _take_new(states[stepped_parameter], fields, stepped_parameter)
 
 
@@ -221,18 +223,18 @@ def _with_gradients(optimizer: Optimizer) -> list[tuple[DTensor, DTensor]] | Non
             gradient = parameter.grad
             if gradient is None or not isinstance(parameter, DTensor):
                 continue
-            if not (dtensors.has_layout_of(parameter, parameter) and dtensors.has_layout_of(gradient, parameter)):
+            if type(parameter._local_tensor) is not Tensor or not dtensors.has_layout_of(gradient, parameter):
                 return None
             pairs.append((parameter, gradient))
     parameter_of = {id(parameter): parameter for parameter, _ in pairs}
     for key, fields in optimizer.state.items():
         parameter = parameter_of.get(id(key))
-        if parameter is not None and not all(
-            dtensors.has_layout_of(value, parameter)
-            for value in fields.values()
-            if isinstance(value, Tensor) and value.dim() > 0  # tensors without dimensions count steps, and the like
-        ):
-            return None
+        if parameter is None:
+            continue
+        for value in fields.values():
+            is_rows = isinstance(value, Tensor) and value.dim() > 0  # others count steps, and the like
+            if is_rows and not dtensors.has_layout_of(value, parameter):
+                return None
     return pairs
 
 

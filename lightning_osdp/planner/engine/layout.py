@@ -273,7 +273,7 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
         computed = whole = [operator.gradient_bytes for operator in unit.operators]
         parameters = (ParameterBytes(gathered, 0.0 if casts else shard),)
     is_sharded = world_size > 1
-    cast_shard = sum(casts) if is_sharded else max(casts, default=0.0)  # on one rank, one after the other
+    cast_shard = sum(casts) if is_sharded else 0.0  # one rank casts shards in copying them
     return UnitBytes(
         shard=shard,
         host_shard=0.0,

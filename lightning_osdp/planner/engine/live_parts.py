@@ -36,7 +36,7 @@ On gloo q is 2 r, and the last term the sum of both.
 - Backward makes the gradient of the shard of a unit that moves activations, which needs no reduction. Under mixed
   precision the unit's shard is cast, and stays so for backward. The profile's segments have the bytes of its
   activations.
-- On one rank there are no other buffers, but shards are copied all the same.
+- On one rank there are no other buffers, but shards are copied all the same, and cast in copying.
 - Gradients that are not reduced are left as backward makes them, and added to in place; or cast to the dtype of
   reducing, where that is another, and those of the next micro-batch are added when a unit has all of them.
 - Where blocks offload, and copies go on beside computing, what two of them copy may be there besides at any time of

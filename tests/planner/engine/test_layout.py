@@ -115,9 +115,9 @@ def test_bytes_of_a_unit_in_mixed_precision():
     assert (size.flat_gradient, size.scattered, size.reduced) == (2 * 72, 2 * 18, 4 * 18)
 
 
-def test_one_rank_has_no_buffer_and_casts_parameter_by_parameter():
+def test_one_rank_has_no_buffer_and_casts_in_copying():
     (size,) = FSDP2().layout([unit_of(profiles(SHAPES, 4, 2))], OptimizerProfile(), 1).units
-    assert (size.shard, size.gathered, size.buffer, size.cast_shard) == (4 * 45, 2 * 45, 0, 2 * 24)
+    assert (size.shard, size.gathered, size.buffer, size.cast_shard) == (4 * 45, 2 * 45, 0, 0)
 
 
 def test_optimizer_state_is_of_what_a_rank_owns():

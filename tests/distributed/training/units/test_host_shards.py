@@ -323,8 +323,9 @@ def test_the_peak_is_without_shards_on_the_host(ranks, number, modes, num_micro_
     assert predicted == there >= held * (1.4 if precision == "bf16-mixed" else 1)
     frozen_bytes = sum(each.nbytes for each in made(Wide, torch.float32).parameters() if not each.requires_grad)
     assert held == pytest.approx(frozen_bytes / number, rel=0.05)
+    compared_bytes = 2**12 if precision == "bf16-mixed" else 0  # most of samples of rows and shards of one unit
     for predicted, counted, _ in (device, ours):
-        assert predicted == pytest.approx(counted, rel=5e-3)
+        assert predicted == pytest.approx(counted, rel=5e-3, abs=compared_bytes)
     assert device[1] - ours[1] > 0.6 * held  # what is copied is there for a while
     assert ours[2] <= device[2] + 1024
 
