@@ -29,7 +29,7 @@ ALLOWED = {
     ("apply/internals/dtensors.py", "hash_of"): "of what may have changed unseen, some of it in each step",
     ("apply/internals/sharding.py", "copy_replicas"): IN_SETUP,
     ("apply/internals/unsharded.py", "differ"): "of shards on the host some elements alone",
-    ("apply/internals/unsharded.py", "report"): "for what the step before has copied to the host",
+    ("apply/internals/unsharded.py", "reports"): "for what the step before has copied to the host",
     ("apply/internals/dtensors.py", "write_rows"): "at the end of gathered(), from one place on the device to another",
     ("apply/internals/host_shards.py", "_copy"): "from pinned memory, which is not waited for",
     ("apply/internals/host_shards.py", "wait_for_copies"): "where shards are on the host, which anybody may write to",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ _FREEING = ("_to_sharded", "_to_sharded_post_forward")
 """Methods of a group that free unsharded parameters."""
 _SAMPLED = 2**8
 """Number of elements of a parameter that are compared in a step."""
+_STEPS_OF_A_SAMPLE = 8
+"""Steps that compare the same elements: views of others take as long as comparing them."""
 
 
 def _wrap(group: Any, names: Iterable[str], around: Callable[[Any], None]) -> None:
@@ -68,7 +71,7 @@ class GatheredWrites:
     Rows that are gathered in another precision than the shards have cannot be copied back, and shards on the host are
     not copied to. They are compared with the shards on their device, and the result is read one step later, because a
     step must not wait for its device. The plan has no memory for copies of all rows, so each step compares a sample of
-    the elements, another one than the step before.
+    the elements, which after some steps is another one.
 
     Attributes:
         is_paused: True while all written values are dropped.
@@ -77,18 +80,39 @@ class GatheredWrites:
     def __init__(self, groups: Sequence[Any]) -> None:
         self.is_paused = False
         self._groups, self._rows = groups, [_Rows(group) for group in groups]
+        self._reported: tuple[list[int], Tensor, Any] | None = None
+        """Numbers of the units that the step before has compared, the results on their way to the host, and the event
+        that marks their arrival."""
         for group, rows in zip(groups, self._rows, strict=True):
             _wrap(group, _FREEING, partial(self._free, rows))
             _wrap(group, ("wait_for_unshard",), rows.note)
 
     def begin_fit(self) -> None:
         """Forgets the comparisons of a fit that ended with an error."""
+        self._reported = None
         for rows in self._rows:
-            rows.are_written = rows.was_reported = None
+            rows.are_written = None
 
     def reports(self) -> list[int]:
-        """True for each unit whose parameters are known to be written to of those that are compared."""
-        return [rows.report() for rows in self._rows]
+        """1 for each unit whose parameters are known to be written to; the device reports a step at the next call."""
+        before, self._reported = self._reported, None
+        compared = {
+            place: are_written
+            for place, rows in enumerate(self._rows)
+            if (are_written := rows.are_written) is not None
+        }
+        if compared:
+            event = self._groups[0].device_handle.Event()
+            self._reported = [*compared], torch.stack([*compared.values()]).to("cpu", non_blocking=True), event
+            event.record()
+        for place in compared:
+            self._rows[place].end_step()
+        written = set[int]()
+        if before is not None:
+            places, arrived, event = before
+            event.synchronize()
+            written.update(compress(places, arrived.tolist()))  # on the host: the device is not waited for
+        return [int(place in written) for place in range(len(self._rows))]
 
     def check(self, reports: Sequence[int]) -> None:
         """Raises a `ConfigurationError` about the first unit that some rank reports."""
@@ -119,20 +143,18 @@ class _Rows:
 
     Attributes:
         are_written: result of the comparison in this step, on the device; None before a comparison.
-        was_reported: the result of the step before, on its way to the host, and the event that marks its arrival.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self.are_written: Tensor | None = None
-        self.was_reported: tuple[Tensor, Any] | None = None
         self._versions: list[int] = []  # versions of shards when they were gathered
         self._shards: list[Tensor] = []
         self._addresses: list[int] = []  # of the shards when they were located
         self._copied: tuple[list[Tensor], list[Tensor]] = [], []
         self._compared: list[tuple[Tensor, Tensor]] = []
-        self._turn = 0
-        self._samples: tuple[list[Tensor], list[Tensor]] | None = None  # rows and shards, in this turn
+        self._num_steps = 0
+        self._samples: tuple[list[Tensor], list[Tensor]] | None = None  # rows and shards, for some steps
 
     def note(self, wait_for_unshard: Callable[[], None]) -> None:
         """Wraps ``wait_for_unshard``, which copies rows out of an all-gather: notes the versions of shards."""
@@ -171,25 +193,17 @@ class _Rows:
             return
         if self._samples is None:
             rows, shards = zip(*self._compared, strict=True)
-            self._samples = (
-                [_sampled(each, self._turn) for each in rows],
-                [_sampled(each, self._turn) for each in shards],
-            )
+            turn = self._num_steps // _STEPS_OF_A_SAMPLE
+            self._samples = [_sampled(each, turn) for each in rows], [_sampled(each, turn) for each in shards]
         differs = differ(*map(torch.cat, self._samples))
-        self.are_written = differs if self.are_written is None else self.are_written.logical_or_(differs)
+        self.are_written = differs if self.are_written is None else self.are_written | differs
 
-    def report(self) -> bool:
-        """True if rows are known to be written to; the device reports a step at the next call."""
-        self._turn, self._samples = self._turn + 1, None
-        before, self.was_reported = self.was_reported, None
-        if self.are_written is not None:
-            event = self._group.device_handle.Event()
-            self.was_reported = self.are_written.to("cpu", non_blocking=True), event
-            event.record()
-        if before is None:
-            return False
-        before[1].synchronize()
-        return bool(before[0].tolist())  # on the host: the device is not waited for
+    def end_step(self) -> None:
+        """Forgets the comparison of a step, and after some steps which elements were compared."""
+        self.are_written = None
+        self._num_steps += 1
+        if self._num_steps % _STEPS_OF_A_SAMPLE == 0:
+            self._samples = None
 
     def _versions_now(self) -> list[int]:
         return [parameter.sharded_param._version for parameter in self._group.fsdp_params]
