@@ -97,9 +97,7 @@ class GatheredWrites:
         """1 for each unit whose parameters are known to be written to; the device reports a step at the next call."""
         before, self._reported = self._reported, None
         compared = {
-            place: are_written
-            for place, rows in enumerate(self._rows)
-            if (are_written := rows.are_written) is not None
+            place: are_written for place, rows in enumerate(self._rows) if (are_written := rows.are_written) is not None
         }
         if compared:
             event = self._groups[0].device_handle.Event()
