@@ -12,15 +12,16 @@ Beside what data parallelism holds there are gathered inputs, n x, or parts of a
 operators save of their input, and while operators run
 
                     forward             backward                         of the operators in forward order
-    column          2 y                 max(2 y - g, y + n d, 2 n d, g)  where it is one
-    row             max(x, 2 n y)       max(n y + d, 2 d, g)
-    pair            0; 2 n y            max(2 n d, g); max(n y, g)
+    column          2 y                 max(2 y - d - g, (n-1) d, n (2 d - x) - y, g)  where it is one
+    row             max(x, 2 n y)       max(n y - min(y, d), 2 d - x - y, g)
+    pair            0; 2 n y            max((n-1) d, n (2 d - x), g); max(n y, g)
     pair of three   0; 0; 2 n y         max(2 n d, g); max(n d, g); max(n y, g)
     embedding       2 y                 max(2 y - g, y, g)
 
 with the gradient of the shard, g, which counts besides and is not there yet while gradients of outputs are exchanged,
 and a copy of it. An exchange holds what is sent and what is received; forward holds the
-input itself besides, which nothing saves.
+input itself besides, which nothing saves. Backward is beside the gradients of an output and of an input, y + d, which
+are there where weights move, too, or count besides; what is saved is gone when gradients of inputs are exchanged.
 
 References:
     `operations.stationary.exchanges`, which these count.
@@ -74,32 +75,40 @@ class _Beside(NamedTuple):
     """While its forward runs without gradients."""
 
 
-def _beside(each: Exchange, num_ranks: int, samples: int, gradients: Sequence[float]) -> tuple[_Beside, ...]:
-    """Bytes beside those of each operator's segment; ``gradients`` are those of the operators' shards."""
+def _beside(
+    each: Exchange, num_ranks: int, samples: int, *, gradients: Sequence[float], there: float
+) -> tuple[_Beside, ...]:
+    """Bytes beside those of each operator's segment.
+
+    ``gradients`` are those of the operators' shards; ``there`` is in backward of the first where weights move.
+    """
     n, x, d, y = num_ranks, *(of.at(samples) for of in (each.input_bytes, each.input_gradient_bytes, each.output_bytes))
     itself, g = each.saved_bytes.at(samples), gradients[0]
     if each.kind == "pair":
         *of_firsts, of_last = gradients
         # gradients of gathered inputs are added up, and exchanged behind the operator that forward began with
-        firsts = (_Beside(itself, max((2 - index) * n * d, of), n * x) for index, of in enumerate(of_firsts))
+        summands = [2 * n * d, n * d] if len(of_firsts) > 1 else [max((n - 1) * d, n * (2 * d - x))]
+        firsts = (_Beside(itself, max(added, of), n * x) for added, of in zip(summands, of_firsts, strict=True))
         return *firsts, _Beside(2 * n * y, max(n * y, of_last), 2 * n * y)
+    lacking = max(0.0, y + d - there)  # such as a gradient of equal numbers, of which one is stored
     if each.kind == "row":
-        return (_Beside(itself + max(x, 2 * n * y), max(n * y + d, 2 * d, g), x + 2 * n * y),)
-    summed = 0 if each.kind == "embedding" else n * d
-    return (_Beside(itself + 2 * y, max(2 * y - g, y + summed, 2 * summed, g), max(n * x, 2 * y)),)
+        backward = max(lacking + max(n * y - min(y, d), 2 * d - x - y), g)
+        return (_Beside(itself + max(x, 2 * n * y), backward, x + 2 * n * y),)
+    summed = y if each.kind == "embedding" else max((n - 1) * d, n * (2 * d - x) - y)
+    return (_Beside(itself + 2 * y, max(lacking + max(2 * y - d - g, summed), g), max(n * x, 2 * y)),)
 
 
 def _by_segment(step: Step, exchanges: Mapping[Exchange, int]) -> dict[int, _Beside]:
     samples, profile = step.workload.micro_batch_size, step.profile
     places = {segment.operator: index for index, segment in enumerate(profile.segments[:-1])}
     gradients = {operator.name: operator.gradient_bytes for operator in profile}
-    return {
-        places[name]: beside
-        for each, n in exchanges.items()
-        for name, beside in zip(
-            each.operators, _beside(each, n, samples, [gradients[name] / n for name in each.operators]), strict=True
-        )
-    }
+    found: dict[int, _Beside] = {}
+    for each, n in exchanges.items():
+        there = profile.segments[places[each.operators[0]]].backward_workspace_bytes.at(samples)
+        shards = [gradients[name] / n for name in each.operators]
+        besides = _beside(each, n, samples, gradients=shards, there=there)
+        found |= {places[name]: beside for name, beside in zip(each.operators, besides, strict=True)}
+    return found
 
 
 def with_exchanges(step: Step, exchanges: Mapping[Exchange, int]) -> ModelProfile:
