@@ -12,7 +12,6 @@ rows; the others are predicted.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from jsonargparse import auto_cli
@@ -31,7 +30,6 @@ def main(
     picture: Path | None = PICTURES / "published.svg",
     quick: bool = False,
     fresh: bool = False,
-    attention: float | None = None,
 ) -> None:
     """Predicts every row, prints a table and what was wanted, and writes JSON.
 
@@ -42,11 +40,9 @@ def main(
         picture: SVG to draw, unless quick, which needs matplotlib; null for none.
         quick: Whether to predict set B only.
         fresh: Whether to predict again what the file has.
-        attention: Part of the floating-point operations of attention that is counted; null for all, causal attention as
-            if it were whole. Where causal attention reaches 0.6 of a peak of which products reach 0.7, 0.58.
     """
     wanted = ["B"] if quick else sets
-    chosen = [replace(case, attention=attention) for case in cases() if wanted is None or case.set in wanted]
+    chosen = [case for case in cases() if wanted is None or case.set in wanted]
     with kept_in(output, "published", quick=quick) as results:
         asked = section(chosen)
         measured(asked, results, is_fresh=fresh)

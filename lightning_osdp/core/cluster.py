@@ -292,6 +292,11 @@ class DeviceRates:
     host_bytes_per_s: float | None = None
     """Bytes per second to and from its host's memory of updates there, beside those of the host's other devices; None
     if unknown."""
+    attention_forward: float = 1.0
+    """Rate of attention in forward, over many tokens on a CUDA device, over that of matrix products; by default that of
+    torch's kernels on A100 and H200, see ``docs/research/gpus/published.md``."""
+    attention_backward: float = 0.88
+    """Likewise in backward."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops_per_s, Mapping):
@@ -299,7 +304,8 @@ class DeviceRates:
                 f"Expected flops_per_s by dtype, got {self.flops_per_s!r}. Name the dtypes that the model computes in:"
                 f' flops_per_s={{"float32": ..., "bfloat16": {self.flops_per_s!r}}}.'
             )
-        rates = {**self.flops_per_s, "bytes_per_s": self.bytes_per_s, "host_bytes_per_s": self.host_bytes_per_s}
+        others = ("bytes_per_s", "host_bytes_per_s", "attention_forward", "attention_backward")
+        rates = {**self.flops_per_s, **{name: getattr(self, name) for name in others}}
         for name, rate in rates.items():
             if rate is not None and not rate > 0:
                 raise ConfigurationError(f"Expected rates of a device to be positive, got {rate!r} for {name!r}.")

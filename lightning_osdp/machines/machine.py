@@ -25,7 +25,7 @@ _SPEC = re.compile(
 )
 CONTEXT_MIB = 1536
 """Memory of a device that is not free for tensors: the context and NCCL's buffers. [Assumption, not a measurement.]"""
-PUBLISHED_RATES = (0.72, 1.16)
+PUBLISHED_RATES = (0.74, 1.12)
 """Least and most throughput of eager steps that others measured on GPUs, over what the catalog's rates predict of them
 (``docs/research/gpus/published.md``)."""
 _HOST_BYTES_PER_S = 1e11

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, pairwise, takewhile
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch.optim import AdamW
-from torch.utils.flop_counter import flop_registry
 
 from benchmarks.measures.section import Row, Section, Target
 from benchmarks.measures.simulated.allocator import reserved
@@ -53,12 +51,6 @@ _EVERY = {"none": 0, "by operation": 0, "full": 1, "every second block": 2}
 """Checkpointing -> number of blocks of which one recomputes all of its forward; 0: none does."""
 FSDP1 = {"FULL_SHARD": ZDP, "SHARD_GRAD_OP": DP, "HYBRID_SHARD": HSDP, "HYBRID_SHARD_ZERO2": HDP}
 """Strategies of FSDP1 -> the mode of units that are nearest to it."""
-_ATTENTION = (
-    torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_backward,
-    torch.ops.aten._scaled_dot_product_efficient_attention,
-    torch.ops.aten._scaled_dot_product_efficient_attention_backward,
-)
 RESHARDING = 0.25
 """Fraction of the published difference between always and never resharding that the predicted one may be off."""
 
@@ -96,8 +88,8 @@ class Case:
     """Seconds of a step, where it is not stated of how many tokens."""
     does_not_fit: bool = False
     calibrates: bool = False
-    attention: float | None = None
-    """Part of the operations of attention that is counted, as `main` is told; None: all, causal attention as whole."""
+    attention: str | None = None
+    """Kernel of attention, of ``[attention]`` in ``published.toml``; None: the one that torch has now."""
 
 
 def cases() -> list[Case]:
@@ -252,7 +244,7 @@ def profile_of(
     *,
     by_operation: bool = False,
     reduce_dtype: torch.dtype = torch.float32,
-    attention: float | None = None,
+    attention: str | None = None,
 ) -> ModelProfile:
     """Profile of a model of ``published.toml`` by the rates of a machine.
 
@@ -261,21 +253,6 @@ def profile_of(
     """
     device = re.sub(r".*\d ([^ ,]+)(,.*)?", r"\1", spec)  # of one, whose rates are those of all
     return _profile(model, sequence, device, by_operation=by_operation, reduce_dtype=reduce_dtype, attention=attention)
-
-
-@contextmanager
-def _counted_in_part(part: float | None) -> Iterator[None]:
-    """Has a part of the floating-point operations of attention counted within the context."""
-    before = {name: flop_registry[name] for name in _ATTENTION}
-
-    def counting(count: Any) -> Any:
-        return lambda *args, **kwargs: round((part or 1.0) * count(*args, **kwargs))
-
-    flop_registry.update({name: counting(count) for name, count in before.items()} if part else {})
-    try:
-        yield
-    finally:
-        flop_registry.update(before)
 
 
 def _sizes(model: str) -> Sizes:
@@ -290,7 +267,7 @@ def _profile(
     *,
     by_operation: bool,
     reduce_dtype: torch.dtype,
-    attention: float | None,
+    attention: str | None,
 ) -> ModelProfile:
     sizes = _sizes(model)
     with torch.device("meta"):
@@ -302,14 +279,14 @@ def _profile(
         lambda module: [AdamW(each for each in module.parameters() if each.requires_grad)],
         ComputePrecision(torch.bfloat16, reduce_dtype=reduce_dtype) if is_mixed else ComputePrecision(),
     )
-    with _counted_in_part(attention):
-        return profile_model(
-            module,
-            (tokens, tokens.clone()),
-            step,
-            rates=Machine.parse(spec).rates,
-            activations=("keep",) if by_operation else PROFILED,
-        )
+    reached = {} if attention is None else _document()["attention"][attention]
+    return profile_model(
+        module,
+        (tokens, tokens.clone()),
+        step,
+        rates=replace(Machine.parse(spec).rates, **reached),
+        activations=("keep",) if by_operation else PROFILED,
+    )
 
 
 def table(rows: Sequence[Row]) -> Table:

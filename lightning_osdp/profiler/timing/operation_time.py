@@ -36,6 +36,19 @@ _SAME_FLOPS = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
+_ATTENTION = {
+    *(aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_for_cpu),
+    *(aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention),
+}
+_ATTENTION_BACKWARD = {
+    *(aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_flash_attention_for_cpu_backward),
+    *(aten._scaled_dot_product_efficient_attention_backward, aten._scaled_dot_product_cudnn_attention_backward),
+}
+_TILE = 128
+"""Queries of a tile, with which kernels of attention compute all keys of which one of these queries needs one."""
+_FORWARD_FILL, _BACKWARD_FILL = 100, 300
+"""Keys that take as long as what a query takes however many keys there are: filling and emptying pipelines, and in
+backward what runs before and behind the products. [``docs/research/gpus/published.md``]"""
 
 _INDEXED: Mapping[Any, tuple[str, Callable[[Mapping[str, Any]], int]]] = {
     aten.embedding: ("indices", lambda given: given["weight"].shape[0]),
@@ -113,6 +126,12 @@ class Operation:
     flops: int
     """Floating-point operations by the formulas of ``torch.utils.flop_counter``: matrix products, convolutions and
     attention (causal attention as if it were whole). Other operations have 0 and are taken to be bound by memory."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Arguments by name, without those that are left to their defaults."""
+        names = [argument.name for argument in self.function._schema.arguments]
+        return dict(zip(names, self.arguments, strict=False)) | dict(self.keywords)
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -293,7 +312,25 @@ def roofline_s(operation: Operation, rates: DeviceRates) -> float:
             f"Expected the rate of {dtype}, in which {operation.function} computes, got rates of {[*flops_per_s]}."
             " Add it to flops_per_s."
         )
-    return max(operation.flops / flops_per_s[dtype], moving_s)
+    return max(operation.flops * _over_products(operation, rates) / flops_per_s[dtype], moving_s)
+
+
+def _over_products(operation: Operation, rates: DeviceRates) -> float:
+    """Seconds of an operation over those of matrix products with as many floating-point operations.
+
+    Kernels of attention on CUDA leave out tiles of which a causal mask leaves nothing.
+    """
+    packet = operation.function.overloadpacket
+    is_backward = packet in _ATTENTION_BACKWARD
+    if not rates.is_cuda or not (is_backward or packet in _ATTENTION):
+        return 1.0
+    given = operation.given
+    queries, keys = (int(given[name].shape[-2]) for name in ("query", "key"))
+    computed = min(keys, (queries + _TILE) / 2) if given.get("is_causal", False) else keys
+    reached, fill = (
+        (rates.attention_backward, _BACKWARD_FILL) if is_backward else (rates.attention_forward, _FORWARD_FILL)
+    )
+    return (computed + fill) / keys / reached
 
 
 def _operands_of(operation: Operation) -> Any:
@@ -304,9 +341,7 @@ def _operands_of(operation: Operation) -> Any:
 
 def _rows_by_operand(operation: Operation) -> Mapping[int, int]:
     """Operands of indices, by ``id`` -> number of the rows that they may name."""
-    names = [argument.name for argument in operation.function._schema.arguments]
-    given = dict(zip(names, operation.arguments, strict=False))
-    packet = operation.function.overloadpacket
+    given, packet = operation.given, operation.function.overloadpacket
     if packet in _INDEXED:
         argument, rows = _INDEXED[packet]
         return {id(given[argument]): int(rows(given))}

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.testbed.emulated.cuda import FakeCuda
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import ConfigurationError, UntraceableError
+from lightning_osdp.machines import Machine
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.profiler.step.fake_model import faked
 from lightning_osdp.profiler.timing import operation_time
@@ -140,6 +141,41 @@ def test_roofline_needs_a_rate_for_every_dtype():
         ConfigurationError, match=r"rate of torch.bfloat16, in which aten.mm.default computes, got rates"
     ):
         roofline_s(product, DeviceRates(flops_per_s={"float32": 1.0}, bytes_per_s=1.0))
+
+
+def attention(num_tokens, *, is_causal, sizes=(1, 2), size=8, dtype=torch.float32):
+    """Operations of attention in forward and in backward."""
+    query = torch.empty(*sizes, num_tokens, size, dtype=dtype, requires_grad=True)
+    run = partial(F.scaled_dot_product_attention, is_causal=is_causal)
+    return [each for each in recorded(lambda q: run(q, q, q).sum().backward(), query) if each.flops]
+
+
+def test_kernels_of_attention_leave_out_tiles_that_a_mask_leaves_out():
+    stated = {"flops_per_s": {"float32": 1.0}, "bytes_per_s": 1e30}
+    whole = DeviceRates(**stated)
+    kernel = DeviceRates(**stated, is_cuda=True, attention_forward=0.5, attention_backward=0.25)
+    for is_causal, keys in ((False, 512), (True, (512 + 128) / 2)):
+        forward, backward = attention(512, is_causal=is_causal)
+        assert (forward.flops, backward.flops) == (4 * 2 * 512 * 512 * 8, 10 * 2 * 512 * 512 * 8)
+        assert roofline_s(forward, whole) == forward.flops
+        assert roofline_s(forward, kernel) == pytest.approx(forward.flops * (keys + 100) / 512 / 0.5)
+        assert roofline_s(backward, kernel) == pytest.approx(backward.flops * (keys + 300) / 512 / 0.25)
+    (product, *_) = recorded(lambda x: x @ x, torch.ones(2, 2))
+    assert roofline_s(product, kernel) == product.flops
+
+
+MEASURED_ON_H200 = {1024: (468, 330), 4096: (597, 497), 16384: (648, 559)}
+"""Tokens -> TFLOP/s of causal attention in forward and backward, half of the operations counted
+(``docs/research/gpus/measured.md``)."""
+
+
+@pytest.mark.parametrize("num_tokens", MEASURED_ON_H200)
+def test_attention_takes_about_what_it_took_on_an_h200(num_tokens):
+    rates = Machine.parse("1 h200").rates
+    operations = attention(num_tokens, is_causal=True, size=128, dtype=torch.bfloat16)
+    for operation, measured in zip(operations, MEASURED_ON_H200[num_tokens], strict=True):
+        predicted = operation.flops / 2 / roofline_s(operation, rates) / 1e12
+        assert measured < predicted < measured * 1.13
 
 
 def test_each_distinct_operation_is_asked_for_once():
