@@ -3,6 +3,7 @@
 import dataclasses
 import zlib
 from contextlib import nullcontext
+from types import MappingProxyType
 
 import lightning as L
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.states.state import whole_parameters
-from lightning_osdp.core.axes import Treatment, named
+from lightning_osdp.core.axes import PLACES, Treatment, named
 from lightning_osdp.core.plans.parts import Block, Unit
 from lightning_osdp.profiler import fingerprint
 from tests.distributed.support.fits import trainer
@@ -175,9 +176,14 @@ class Net(L.LightningModule):
         return x, torch.randn(3, self.head.out_features, generator=generator, dtype=torch.float64)
 
 
-def unit_of(modes, sync="every", **fields):
-    """A unit of a plan by the names of its modes."""
-    return Unit(kind="", treatments=named(*modes, sync=sync), **fields)
+def unit_of(modes, sync="every", places=MappingProxyType({}), **fields):
+    """A unit of a plan by the names of its modes, and what is on the host."""
+    return Unit(kind="", treatments=named(*modes, sync=sync), **fields).treated(**places)
+
+
+def on_host(unit):
+    """What is on the host of a unit of a plan, which no change of the plan moves."""
+    return {axis: unit.treatments[0][axis] for axis in PLACES}
 
 
 def blocks_of(described):
@@ -281,8 +287,9 @@ class Sharded:
         return self.model.accumulating()
 
     def backward(self, num_micro_batches):
-        self.model.before_backward()
-        (self._loss / num_micro_batches).backward()
+        with self.model.reaching_alike(self._loss / num_micro_batches) as loss:
+            self.model.before_backward()
+            loss.backward()
 
     def evaluate(self, key, skip):
         with torch.no_grad():
@@ -332,7 +339,8 @@ class Sharded:
                 chosen = [IN_NODE[mode] for mode in chosen]
             elif reduces == "node":
                 reduces = "last"
-            units.append(unit.in_modes(*tuple(chosen), sync=reduces))
+            becomes = unit if unit.modes[0] == "replicated" else unit.in_modes(*chosen)
+            units.append(becomes.treated(sync=reduces, **on_host(unit)))
         plan = dataclasses.replace(self.model.plan, units=tuple(units), blocks=blocks_of(blocks), **options)
         change_plan(self.module, plan)
 

@@ -140,6 +140,17 @@ def blocks(draw, called, described):
 
 
 @st.composite
+def places(draw, modes, are_trained):
+    """Draws what is on the host of a unit in these modes, with parameters that are trained or frozen."""
+    is_gathered = {"replicated", "resident", *IN_NODE}.isdisjoint(modes)
+    may_leave = is_gathered and len({*are_trained}) == 1
+    if not draw(SELDOM) or not (may_leave or (is_gathered and any(are_trained))):
+        return {}
+    states = {"states": "host"} if any(are_trained) else {}
+    return states | ({"shard": "host"} if may_leave and (not states or draw(st.booleans())) else {})
+
+
+@st.composite
 def plans(draw, model, node_size=None):
     """Units, blocks and options of a plan for a model, on nodes of so many ranks."""
     module = Net(**model)
@@ -161,13 +172,19 @@ def plans(draw, model, node_size=None):
         most = min(3, features.get(name, 1)) if name and own == units[name] == (name,) else 1
         in_node = node_size is not None and draw(st.booleans())
         modes = IN_NODE if in_node else modes_over_all(node_size)
+        chosen = tuple(draw(st.lists(st.sampled_from(modes), min_size=1, max_size=most)))
+        are_trained = [each.requires_grad for part in own for each in module.get_submodule(part).parameters(False)]
+        if name and are_trained and draw(st.sampled_from([False, False, True])):
+            chosen, in_node = ("replicated" if any(are_trained) else "resident",) * len(chosen), False
+        syncs = SYNCS[:1] if not name or "resident" in chosen else SYNCS if in_node else SYNCS[:2]
         described.append(
             {
                 "name": name,
                 "operators": own,
                 "modules": units[name] if name and len(units[name]) > 1 else (),
-                "modes": tuple(draw(st.lists(st.sampled_from(modes), min_size=1, max_size=most))),
-                "sync": draw(st.sampled_from(SYNCS if in_node else SYNCS[:2])) if name else "every",
+                "modes": chosen,
+                "sync": draw(st.sampled_from(syncs)),
+                "places": draw(places(chosen, are_trained)),
             }
         )
     return {
