@@ -375,8 +375,9 @@ def _marks(group: Any) -> list[tuple[int, ...]]:
     marks: list[tuple[int, ...]] = []
     is_all = is_replicated(group)
     for parameter in group.fsdp_params:
-        sharded, rows = parameter.sharded_param, parameter._sharded_local_tensor
-        is_one = is_all and unsharded.is_shared(parameter)
+        sharded = parameter.sharded_param
+        rows = dtensors.local(sharded)
+        is_one = is_all and rows.data_ptr() in [gathered.data_ptr() for gathered in parameter.all_gather_outputs]
         marks.append((id(sharded), id(rows), rows.data_ptr()) if is_one else dtensors.mark_of(sharded))
     return marks
 
