@@ -14,6 +14,8 @@ from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
     LearningRateMonitor,
     ModelSummary,
     StochasticWeightAveraging,
@@ -109,6 +111,34 @@ def on_other_trainers(make):
         found += floats(trainer(make(), limit_val_batches=2).validate(module, data, verbose=False))
     found += floats(trainer(make()).predict(module, DataLoader(module.dataset(), batch_size=80)))
     return [*module.losses, *found]
+
+
+def other_models(make):
+    """Returns losses of models that one Trainer fits one after the other, as for cross-validation."""
+    fit, found = trainer(make()), []
+    for _ in range(3):
+        module = Model()
+        fit.fit_loop.epoch_loop.max_steps = fit.global_step + 3
+        fit.fit(module, module.own_loader())
+        found += module.losses
+    return found
+
+
+class Rated(Model):
+    """Model whose learning rate a callback may find."""
+
+    def __init__(self):
+        super().__init__()
+        self.lr = 0.05
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def rate_found(make):
+    """Returns the learning rate that a callback finds, and losses before and after."""
+    module = Rated()
+    return [*fitted(make, module, callbacks=[LearningRateFinder(num_training_steps=12)]), module.lr]
 
 
 def in_orders(make):
@@ -244,6 +274,7 @@ FEATURES = {
     "fit, validate, test, predict: each after any of the others": in_orders,
     "fit again": lambda make: stages(make, ["fit"], ["fit", "validate"]),
     "one module on several Trainers": on_other_trainers,
+    "one Trainer for several modules": other_models,
     "validate without fit": lambda make: stages(make, ["validate"]),
     "sanity validation": options(num_sanity_val_steps=2, limit_val_batches=2),
     "fast_dev_run": options(fast_dev_run=2),
@@ -253,6 +284,8 @@ FEATURES = {
     "max_time": options(max_time=timedelta(hours=1)),
     "max_time is over": out_of_time,
     "accumulate_grad_batches": options(max_steps=2, accumulate_grad_batches=2),
+    "GradientAccumulationScheduler": with_callback(lambda: GradientAccumulationScheduler({0: 1, 1: 3, 2: 2}), **EPOCHS),
+    "LearningRateFinder": rate_found,
     "learning rates by step": lambda make: fitted(make, Model("step")),
     "learning rates by epoch": lambda make: fitted(make, Model("epoch"), **EPOCHS),
     "clipping by norm": options(gradient_clip_val=0.01),
