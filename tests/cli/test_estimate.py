@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from lightning_osdp.machines import PUBLISHED_RATES
+from lightning_osdp.profiler.step.fake_model import faked
+from lightning_osdp.profiler.timing.operation_time import OperationRecorder
+from lightning_osdp.profiler.without_weights import described
 from tests.support.tiers import slow
 
 MODULE = """
@@ -378,6 +381,20 @@ def test_accumulate_and_a_global_batch_exclude_each_other(towers, run):
     code, _, err = run(*ARGUMENTS, "--global_batch", "8", "--accumulate", "2")
     assert code == 2
     assert "accumulate" in err
+
+
+def test_a_model_of_transformers_leaves_its_causal_mask_to_the_kernel_of_attention():
+    """It does on real tensors without padding, whose positions say that a sample is one sequence."""
+    pytest.importorskip("transformers")
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    found = described(
+        "LlamaConfig", settings=small, sequence_length=16, data=None, task=None, optimizers=None, lora=None
+    )
+    with faked(found.module, found.batch, torch.device("cpu")) as batch, OperationRecorder() as recorder:
+        found.run(batch)
+    given = [each.given for each in recorder.operations[0] if "attention" in str(each.function)]
+    assert given
+    assert all(each["is_causal"] and each.get("attn_mask") is None for each in given)
 
 
 def test_a_configuration_of_transformers_is_a_model_without_weights(towers, answer, run):

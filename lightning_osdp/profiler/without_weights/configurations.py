@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,9 +69,11 @@ def from_configuration(
     batch = built(f"inputs of {kind.__name__}", SETTINGS_ADVICE, batch_for, module, task, sequence_length)
 
     def run(batch: Mapping[str, Any]) -> Tensor:
+        with _one_sequence_each():
+            found = module(**batch)
         if task == "CTC":  # sizes in CTC's loss depend on values; this has all of its tensors but that of alignments
-            return -module(**batch).logits.float().log_softmax(-1).mean()  # type: ignore[no-any-return]
-        return module(**batch).loss  # type: ignore[no-any-return]
+            return -found.logits.float().log_softmax(-1).mean()  # type: ignore[no-any-return]
+        return found.loss  # type: ignore[no-any-return]
 
     return DescribedModel(
         module=module,
@@ -78,6 +82,25 @@ def from_configuration(
         optimizers=lambda module: [AdamW(module.parameters())],
         tokens=batch["input_ids"].shape[1] if task in ("MaskedLM", "CausalLM") else 0,
     )
+
+
+@contextmanager
+def _one_sequence_each() -> Iterator[None]:
+    """Context in which no sample has several sequences, as transformers finds by values, which fake tensors have not.
+
+    It then has kernels of attention leave out what is to come, in place of a mask that it makes for them.
+    """
+    try:
+        masking: Any = import_module("transformers.masking_utils")
+    except ImportError:  # older versions have no such samples
+        yield
+        return
+    before = masking.find_packed_sequence_indices
+    masking.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = before
 
 
 def _configuration(transformers: ModuleType, model: str, settings: Mapping[str, Any]) -> Any:
