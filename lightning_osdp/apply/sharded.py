@@ -324,9 +324,11 @@ class ShardedModel:
 
         Raises:
             RanksApartError: ranks have not run the same units, or nodes have drifted apart.
-            ConfigurationError: the step before has written to parameters that are gathered in low precision.
+            ConfigurationError: the step before has written to parameters that are gathered in low precision, or
+                gradients of replicated units are not reduced.
         """
         self._reduce_scatters.finish()
+        backward.check_reduced(self._groups)
         # shards take over writes to unsharded parameters before the optimizer changes them
         self.reshard(may_write=False)
         self._residence.outdate(each for group in optimizer.param_groups for each in group["params"])

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.apply.internals import access, dtensors, gathering, host_shards, resident
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.operations.stationary.exchanges import is_in_torch_func
 
 
@@ -324,6 +325,19 @@ def announce_end(root: nn.Module) -> None:
     Modules of units that stay unsharded have no hooks, nor has the root where a step calls backward itself.
     """
     access.state_of(root)._register_root_post_backward_final_callback()
+
+
+def check_reduced(groups: Sequence[Any]) -> None:
+    """Raises a `ConfigurationError` where replicated units have gradients that no end of a backward has reduced."""
+    for group in groups:
+        if resident.stays(group) and resident.is_replicated(group) and group.reduce_grads:
+            left = next(compress(group.fsdp_params, have_unreduced_gradients(group)), None)
+            if left is not None:
+                raise ConfigurationError(
+                    "Expected a step to call self.manual_backward(loss), got gradients of"
+                    f" {access.name_of(left)!r} from a backward of which nothing has told: each rank has all of its"
+                    " unit (replicated), whose modules have no hooks. Call manual_backward in place of loss.backward()."
+                )
 
 
 def is_in_backward(root: nn.Module) -> bool:

@@ -285,6 +285,27 @@ def test_gradients_are_reduced_where_a_step_calls_backward_and_no_unit_has_hooks
     assert max(ranks(2).run(steps_by_hand)) < 1e-12
 
 
+class Unseen(ByHand):
+    """Calls backward without Lightning."""
+
+    def manual_backward(self, loss):
+        loss.backward()
+
+
+def steps_unseen():
+    """Error of a step that calls backward itself, where no unit has hooks."""
+    return failure(lambda: ran(made(Unseen), replicated()[0], max_steps=3))
+
+
+def test_gradients_that_nothing_has_reduced_are_an_error(ranks):
+    for name, text in ranks(2).run(steps_unseen):
+        assert name == "ConfigurationError"
+        assert text.startswith(
+            "Expected a step to call self.manual_backward(loss), got gradients of 'layers.0.down.weight'"
+        )
+        assert text.endswith("Call manual_backward in place of loss.backward().")
+
+
 class Apart(L.Callback):
     """Writes to a weight on one rank alone."""
 
