@@ -17,7 +17,7 @@ DEMO_CONFIG ?= examples/mingpt/configs/osdp_cpu.yaml
 PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
 MINUTES ?= 60
 QUICK_BENCHMARKS := cluster engines published
-QUICK_CONTESTS := accumulation activations headline lora nodes race splitting stationary
+QUICK_CONTESTS := accumulation activations headline host lora nodes race splitting stationary
 # What has torch, oneDNN and MKL compute as on a CPU without AVX-512.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 

@@ -7,7 +7,8 @@
     python benchmarks/contest.py splitting --quick true
 
 Contests are rows of `benchmarks/measures/beside_fsdp/cases.py`. Peaks are counted first, then all take steps in turns.
-The one of races has sections of another kind, too: links that change in mid-training, and batches of many lengths.
+The one of races has sections of another kind, too: links that change in mid-training, and batches of many lengths. That
+of hosts trains on one emulated device, whose computing is a sleep.
 Every case is written as soon as it is measured: a run that was killed goes on where it was.
 """
 
@@ -22,9 +23,9 @@ from jsonargparse import auto_cli
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures.beside_fsdp import changed_links, lengths
+from benchmarks.measures.beside_fsdp import changed_links, host, lengths
 from benchmarks.measures.beside_fsdp.baselines import counted
-from benchmarks.measures.beside_fsdp.cases import CONTESTS, Contest, Lengths, quick_sections
+from benchmarks.measures.beside_fsdp.cases import CONTESTS, Contest, Host, Lengths, quick_sections
 from benchmarks.measures.beside_fsdp.contest import section
 from benchmarks.measures.section import PICTURES, Section, kept_in, measured
 
@@ -42,7 +43,7 @@ def main(
     """Counts what the others take, measures sections, prints tables and targets, and writes JSON.
 
     Args:
-        name: The contest: accumulation, activations, headline, lora, nodes, race, splitting or stationary.
+        name: The contest: accumulation, activations, headline, host, lora, nodes, race, splitting or stationary.
         sections: What to measure of it; null for all.
         output: JSON file; cases that it has already are not measured again. null: the one of this name beside the
             others, or none if quick.
@@ -72,6 +73,8 @@ def main(
                 return section(each, contest, baselines, num_rounds=num_rounds)
             if isinstance(contest, Lengths):
                 return lengths.section(each, contest, num_rounds=num_rounds)
+            if isinstance(contest, Host):
+                return host.section(each, contest, num_rounds=num_rounds)
             return changed_links.section(each, contest)
 
         for each in chosen:

@@ -125,7 +125,31 @@ class ChangedLinks:
         return replace(self, model="tiny", num_ranks=2, rates_mbit=None)
 
 
-Asked: TypeAlias = Contest | Lengths | ChangedLinks
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Section on one emulated device that has no room for its model, beside a host that updates.
+
+    Rates and tokens are those of what is emulated, see `benchmarks.testbed.beside_fsdp.host`.
+    """
+
+    num_layers: int = 4
+    width: int = 384
+    tokens: tuple[int, ...] = (256, 2048, 8192)
+    """Tokens of a step."""
+    rates_gb_s: tuple[float, ...] = (2.0, 12.0)
+    """Rates of the link between device and host, in 10^9 bytes/s."""
+    needs: tuple[float, ...] = (1.2, 2.0, 4.0)
+    """Bytes that the model needs where all of it is on the device, over those of the device."""
+    computes: bool = False
+    """True where this machine computes, beside the host's updates."""
+
+    @property
+    def quick(self) -> Host:
+        """Section with a tiny model, one number of tokens and one link."""
+        return replace(self, num_layers=2, width=64, tokens=self.tokens[-2:-1], rates_gb_s=self.rates_gb_s[-1:])
+
+
+Asked: TypeAlias = Contest | Lengths | ChangedLinks | Host
 
 
 def _tiny(model: str) -> str:
@@ -302,6 +326,12 @@ CONTESTS: Mapping[str, Mapping[str, Asked]] = {
         "waiting": replace(_RACE, misjudged=(1 / 2, 3.0)),
         "changed links": ChangedLinks(),
         "lengths": Lengths(),
+    },
+    "host": {
+        # computing is a sleep of stated seconds, copies take those of their bytes, and updates are computed
+        "emulated": Host(),
+        # everything but the link is this machine's: two cores share its memory
+        "computed": Host(tokens=(1024, 2048), rates_gb_s=(12.0,), needs=(2.0,), computes=True),
     },
     "accumulation": {
         # the user's micro-batches
