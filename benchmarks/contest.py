@@ -7,8 +7,8 @@
     python benchmarks/contest.py splitting --quick true
 
 Contests are rows of `benchmarks/measures/beside_fsdp/cases.py`. Peaks are counted first, then all take steps in turns.
-The one of races has sections of another kind, too: links that change in mid-training, and batches of many lengths. That
-of hosts trains on one emulated device, whose computing is a sleep.
+The one of races has sections of another kind, too: links that change in mid-training, and batches of many lengths. The
+one of hosts trains on one emulated device, whose computing is a sleep.
 Every case is written as soon as it is measured: a run that was killed goes on where it was.
 """
 

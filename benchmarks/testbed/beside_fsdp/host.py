@@ -157,7 +157,7 @@ class _Way:
         self.counted_bytes, self.counted_host_bytes = found
 
     def entrant(self, need: float, measured_s: float) -> Entrant:
-        """What was found, for a device of this size."""
+        """Entrant with what was found, for a device of this size."""
         return Entrant(
             name=self.name,
             need=need,
@@ -251,8 +251,8 @@ class _Bench:
     def bound_s(self, base: Plan, limit_bytes: int) -> float:
         """Seconds that no step goes below on a device of this size, if all of them overlapped.
 
-        What does not fit are saved tensors, which may cost nothing, and then all 16 bytes of elements whose updates the
-        host takes, and whose gradients and weights go over the link.
+        Saved tensors are the first that do not fit, and may cost nothing, and then all 16 bytes of elements whose
+        updates the host takes, and whose gradients and weights go over the link.
         """
         profile, size = self._profile, 1
         saved = sum(segment.saved_bytes.at(size) for segment in profile.segments)

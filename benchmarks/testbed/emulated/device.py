@@ -1,7 +1,7 @@
 """A device with memory of its own, emulated on CPU: a clock for computing and for its link, beside a host that is real.
 
-All tensors are in memory of the CPU, and what is copied is copied. What a device would take is kept as moments of time:
-computing takes stated seconds, copies those of their bytes on a link that has two directions, and whoever waits sleeps.
+All tensors are in memory of the CPU, and what is copied is copied. Seconds of the device are kept as moments of time:
+computing takes stated ones, copies those of their bytes on a link that has two directions, and whoever waits sleeps.
 Updates on the host are computed. They are *stretched*: the host then sleeps for some times the seconds that they took a
 core, so that the other work of this machine, which a device would do in no time, hides behind the emulated device.
 """
@@ -54,9 +54,9 @@ class Device:
         self.stretch, self.computes = stretch, computes
         self._bytes_per_s, self.update_s = bytes_per_s, update_s
         self.is_ahead = True
-        """Whether the host runs ahead; not where segments of a step are timed one by one."""
+        """True if the host runs ahead; not where segments of a step are timed one by one."""
         self.holds_states = False
-        """Whether updates are the device's, unless they are in the context of the host's."""
+        """True if updates are the device's, unless they are in the context of the host's."""
         self._free_s = self._copied_out_s = self._gradients_s = 0.0
         self._link_s = {"in": 0.0, "out": 0.0}
         self._lock, self._local = threading.Lock(), threading.local()
