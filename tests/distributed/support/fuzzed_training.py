@@ -182,7 +182,7 @@ def unit_of(modes, sync="every", places=MappingProxyType({}), **fields):
 
 
 def on_host(unit):
-    """What is on the host of a unit of a plan, which no change of the plan moves."""
+    """Places of a unit of a plan that are on the host, which no change of the plan moves."""
     return {axis: unit.treatments[0][axis] for axis in PLACES}
 
 
