@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -44,7 +44,7 @@ def estimate(
     lora: str | None = None,
     strategy: str | None = None,
     activations: str = ",".join(DEFAULT_ACTIVATIONS),
-    stationary: bool | None = None,
+    stationary: bool | Literal["auto"] = "auto",
     memory: str | None = None,
     host_memory: str | None = None,
     batch: int | None = None,
@@ -78,8 +78,8 @@ def estimate(
         activations: what blocks may do with what they save for backward, keep, recompute, offload, recompute_offload or
             selective (recompute all but some results, which OSDP chooses), between commas; one alone, but for the
             last, is what all of them do.
-        stationary: whether OSDP may have activations of operators and of pairs move in place of their weights; by
-            default those of operators by themselves, where that is clearly faster, as in a fit.
+        stationary: whether OSDP may have activations of operators and of pairs move in place of their weights; auto:
+            those of operators by themselves, where that is clearly faster, as in a fit.
         memory: limit of one rank, as in 70GiB; by default what the device has, less what is not for tensors.
         host_memory: memory of each host in which OSDP may keep states of the optimizer and shards of units, as
             in 256GiB; by default all are on the devices.
@@ -93,7 +93,9 @@ def estimate(
     machines = {spec.strip(): Machine.parse(spec) for spec in machine.split(";")}
     policies = {spec: _policy(batch, global_batch, accumulate, each.world_size) for spec, each in machines.items()}
     ways = Strategies(
-        strategies=_names(strategy, str.upper), activations=_names(activations, str.lower) or (), stationary=stationary
+        strategies=_names(strategy, str.upper),
+        activations=_names(activations, str.lower) or (),
+        stationary=None if stationary == "auto" else stationary,
     )
     limit_bytes = None if memory is None else parse_bytes(memory)
     host_bytes = None if host_memory is None else parse_bytes(host_memory)
@@ -132,7 +134,7 @@ def estimate(
                     rates,
                     precision=precision,
                     activations=ways.profiled,
-                    exchanges=bool(stationary),
+                    exchanges=stationary is True,
                     on_host=host_bytes is not None,
                     progress=progress,
                 )
