@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -63,9 +63,7 @@ def section(name: str, asked: Host, *, num_rounds: int) -> Section:
 
 def measure(case: Case) -> dict[str, Any]:
     """Takes steps of all ways in turns."""
-    found: dict[str, Any] = local_ranks(1).run(
-        on_one_rank, **{each.name: getattr(case, each.name) for each in fields(case)}
-    )[0]
+    found: dict[str, Any] = local_ranks(1).run(on_one_rank, **vars(case))[0]
     return found
 
 

@@ -196,7 +196,7 @@ def _check_replicated(plan: Plan, modules: dict[str, nn.Module], precision: Mixe
 
 
 def _why_not_replicated(unit: Unit, modules: dict[str, nn.Module], precision: MixedPrecision | None) -> str:
-    """Why weights of a unit cannot be views of its shard; empty where they can."""
+    """Reason why weights of a unit cannot be views of its shard; empty where they can."""
     policy = policy_of(ShardedUnit(unit.name, tuple(modules[name] for name in unit.wrapped_modules)), precision)
     for name in unit.operators:
         for own, parameter in modules[name].named_parameters(prefix=name, recurse=False):

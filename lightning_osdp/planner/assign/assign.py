@@ -178,7 +178,7 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
         spare_bytes = (fits + fails) / 2
     offered = {axis: {mode[axis] for options in costs.options for mode in options} for axis in _OF_ROOT}
     for axis, value in _OF_ROOT.items():
-        if len(offered[axis]) < 2 or value not in offered[axis] or all(mode[axis] != value for mode in setting.modes):
+        if value not in offered[axis] or all(mode[axis] != value for mode in setting.modes):
             continue
         found = tuple(
             mode.but(**{axis: value}) if unit.is_root else mode for unit, mode in zip(setting.units, modes, strict=True)

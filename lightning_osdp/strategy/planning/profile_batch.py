@@ -74,12 +74,8 @@ class BatchProfiler:
         if self._rates is None:
             self._rates = self._measured(is_cuda=self._trainer.strategy.root_device.type == "cuda")
         choices = self._options.profiled_choices
-        planned = {block.treatment["saves"] for block in plan.blocks}
-        activations = [
-            name
-            for name in choices["activations"]
-            if name in (KEEP, "recompute") or not planned.isdisjoint(values_of((name,)))
-        ]
+        wanted = {KEEP, "recompute", *(block.treatment["saves"] for block in plan.blocks)}
+        activations = [name for name in choices["activations"] if not wanted.isdisjoint(values_of((name,)))]
         found = self._profile(batch, num_samples, self._rates, choices | {"activations": activations})
         if _parts(found, activations) != _parts(self._known, activations):
             raise ProfileError(
