@@ -98,7 +98,7 @@ def _measure_ranks(
     """Cluster of all ranks, without host copies and memory; process groups of nodes live as long as ``groups``."""
     measured = partial(measure_link, device, most_bytes)
     gathers, reductions = measured(all_gather), measured(reduce_scatter)
-    overlaps, waits_for, contention = measure_overlap(device, gathers)
+    overlaps, waits_for, contention = measure_overlap(device, gathers, most_bytes)
     cluster = Cluster(
         world_size=dist.get_world_size(),
         all_gather=gathers,

@@ -17,6 +17,11 @@ from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_
 
 _LEAST_OVERLAP_S, _OVERLAP_REPEATS = 5e-3, 5
 """Least seconds of computing and of all-gathers that are run beside each other, and the number of such runs."""
+_LEAST_REPEATS, _OVERLAP_BUDGET_S = 3, 0.3
+"""Runs that there are in any case, and seconds of all after which there are no more of them."""
+_MOST_OVERLAP_S, _NUM_UNITS = 0.05, 16
+"""Most seconds of a collective that is run beside computing on CPU, and number of units that such collectives are for:
+small ones wait for ranks that compute on the same cores, which those of units hardly do."""
 _MOST_CONTENTION = 0.9
 """Most that a run is lengthened by a shorter one beside it, over the seconds of the shorter; 1: nothing is hidden."""
 LEAST_HIDDEN = 0.25
@@ -29,18 +34,25 @@ _WIDTH = 2048
 """Width of the matrices whose products run beside all-gathers on CUDA."""
 
 
-def measure_overlap(device: torch.device, link: Link) -> tuple[bool, tuple[str, ...], Contention]:
+def measure_overlap(
+    device: torch.device, link: Link, most_bytes: float = math.inf
+) -> tuple[bool, tuple[str, ...], Contention]:
     """Tells if computing goes on during collectives, kinds that the host waits for, and how both are slowed down.
 
     On CUDA an all-gather runs in another stream. On CPU asynchronous all-gathers and reduce-scatters are tried apart,
     and the mean of their contention is taken; the host waits for reductions of units that are sharded in the node, or
     that each rank has all of. Call it on all ranks.
+
+    Args:
+        device: that computes.
+        link: of all-gathers.
+        most_bytes: bytes of all parameters of the model, whose units are a part of that.
     """
     if device.type != "cpu":
         beside = _beside_on_cuda(device)
         overlaps = hidden_share(beside) >= LEAST_HIDDEN
         return overlaps, (), contention_of(beside) if overlaps else Contention()
-    whole, shard = whole_and_shard(_overlapped_bytes(link), device)
+    whole, shard = whole_and_shard(_overlapped_bytes(link, most_bytes), device)
     gathers, reductions = (
         beside_products(partial(begin, whole, shard), device, width=WIDTH_ON_CPU, repeats=1)
         for begin in (_begin_all_gather, begin_reduce_scatter)
@@ -58,10 +70,15 @@ def measure_overlap(device: torch.device, link: Link) -> tuple[bool, tuple[str, 
     return True, (*waits_for, "reduce_in_node", "scatter_in_node", "all_reduce", "reduce_whole"), contention
 
 
-def _overlapped_bytes(link: Link) -> int:
-    """Bytes of a collective, of those that were timed, that takes about as long as the computing tried beside it."""
-    fitting = (size for size, seconds in link.steps if (dist.get_world_size() - 1) * seconds <= 4 * _LEAST_OVERLAP_S)
-    return int(dist.get_world_size() * max(fitting, default=link.steps[0][0]))
+def _overlapped_bytes(link: Link, most_bytes: float) -> int:
+    """Bytes of a collective, of those that were timed, like those of units of the model, as far as time allows."""
+    num_ranks = dist.get_world_size()
+    fitting = (
+        size
+        for size, seconds in link.steps
+        if (num_ranks - 1) * seconds <= _MOST_OVERLAP_S and _NUM_UNITS * num_ranks * size <= most_bytes
+    )
+    return int(num_ranks * max(fitting, default=link.steps[0][0]))
 
 
 def _begin_all_gather(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
@@ -126,8 +143,7 @@ def hidden_share(measured: Callable[[int, int], float]) -> float:
         >>> hidden_share(lambda num_gathers, num_products: max(1e-3 * num_gathers, 2e-3 * num_products))
         1.0
     """
-    num_gathers, gather_s = _calibrated(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
-    num_products, _ = _calibrated(lambda number: measured(0, number), max(_LEAST_OVERLAP_S, gather_s))
+    (num_gathers, _), (num_products, _) = _calibrated_pair(measured)
     return statistics.median(
         1 - more_s / min(gather_s, compute_s)
         for gather_s, compute_s, more_s in _paired_runs(measured, num_gathers, num_products)
@@ -143,14 +159,14 @@ def contention_of(measured: Callable[[int, int], float]) -> Contention:
     ``c = v + c / a``.
 
     Args:
-        measured: as for `hidden_share`. The side that is to outlast the other takes twice as long alone.
+        measured: as for `hidden_share`. The side that is to outlast the other takes twice as long alone. Neither is
+            much shorter than a collective, whose seconds scatter by more than short products are lengthened.
 
     Example:
         >>> contention_of(lambda num_gathers, num_products: 1e-3 * max(num_gathers, num_products))
         Contention(computing=1.0, collectives=1.0)
     """
-    num_gathers, gather_s = _calibrated(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
-    num_products, compute_s = _calibrated(lambda number: measured(0, number), _LEAST_OVERLAP_S)
+    (num_gathers, gather_s), (num_products, compute_s) = _calibrated_pair(measured)
     more_gathers = max(num_gathers, math.ceil(2 * num_gathers * compute_s / gather_s))
     more_products = max(num_products, math.ceil(2 * num_products * gather_s / compute_s))
     of_gathers, of_computing = (
@@ -168,9 +184,23 @@ def _paired_runs(
     measured: Callable[[int, int], float], num_gathers: int, num_products: int
 ) -> Iterator[tuple[float, float, float]]:
     """Seconds of all-gathers, of products, and of both together beyond the longer of the two; several times."""
-    for _ in range(_OVERLAP_REPEATS):
+    taken_s = 0.0
+    for repeat in range(_OVERLAP_REPEATS):
+        if repeat >= _LEAST_REPEATS and taken_s > _OVERLAP_BUDGET_S:
+            return
         gather_s, compute_s = measured(num_gathers, 0), measured(0, num_products)
-        yield gather_s, compute_s, measured(num_gathers, num_products) - max(gather_s, compute_s)
+        both_s = measured(num_gathers, num_products)
+        taken_s += gather_s + compute_s + both_s
+        yield gather_s, compute_s, both_s - max(gather_s, compute_s)
+
+
+def _calibrated_pair(measured: Callable[[int, int], float]) -> tuple[tuple[int, float], tuple[int, float]]:
+    """Number of collectives, and of products that take about as long, each with its seconds alone."""
+    num_gathers, gather_s = _calibrated(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
+    least_s = max(_LEAST_OVERLAP_S, gather_s)
+    num_products, compute_s = _calibrated(lambda number: measured(0, number), least_s)
+    as_long = math.ceil(num_products * least_s / compute_s)
+    return (num_gathers, gather_s), (as_long, compute_s * as_long / num_products)
 
 
 def _calibrated(seconds_of: Callable[[int], float], least_s: float) -> tuple[int, float]:
