@@ -123,7 +123,7 @@ def _explain_mode(units: Sequence[Unit], plan: Plan) -> str:
         return NOT_PREDICTED
     if effects_of(unit.treatments[0]).exchanges:
         return _explain_exchange(units, plan)
-    if effects_of(unit.treatments[0]).sharded_over == "one":
+    if effects_of(unit.treatments[0]).is_replicated:
         sharding = [each.cost(each.treatments[0].but(home="all")).beyond(each.cost()) for each in units]
         return f"trained: all of it on each rank, {_takes(sharding, 1.0)} more, {_saves(sharding, 1.0)}"
     freed, kept = freed_and_kept(unit.treatments[0])

@@ -185,7 +185,7 @@ def _check_host_shards(plan: Plan, modules: dict[str, nn.Module]) -> None:
 def _check_replicated(plan: Plan, modules: dict[str, nn.Module], precision: MixedPrecision | None) -> None:
     """Raises a `ConfigurationError` where each rank is to have all of a unit whose weights its shard cannot be."""
     for unit in plan.units:
-        if effects_of(unit.treatments[0]).sharded_over != "one":
+        if not effects_of(unit.treatments[0]).is_replicated:
             continue
         why = _why_not_replicated(unit, modules, precision) if unit.name else "it is the root"
         if why:

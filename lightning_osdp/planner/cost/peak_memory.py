@@ -178,13 +178,13 @@ class StepMemory:
 
     def _whole_bytes(self, place: int, effects: Effects) -> float:
         """Bytes by which gradients that are whole between micro-batches exceed reduced ones on the device."""
-        if not effects.holds_whole_gradients or effects.sharded_over == "one":
+        if not effects.holds_whole_gradients or effects.is_replicated:
             return 0.0
         return self.whole_bytes[place] + (self.reduced_bytes[place] if effects.shard_on_host else 0.0)
 
     def _summed_bytes(self, place: int, effects: Effects) -> float:
         """Bytes that an all-reduce of a unit that each rank has all of leaves until backward is over."""
-        if effects.sharded_over != "one" or not self.summed_bytes:  # the paper has no such units
+        if not effects.is_replicated or not self.summed_bytes:  # the paper has no such units
             return 0.0
         every, last = self.summed_bytes[place]
         return last if effects.holds_whole_gradients else every

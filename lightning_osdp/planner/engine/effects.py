@@ -65,6 +65,11 @@ class Effects:
         return self.is_resident or self.exchanges
 
     @property
+    def is_replicated(self) -> bool:
+        """True if each rank has all of the unit between steps."""
+        return self.sharded_over == "one"
+
+    @property
     def is_kept(self) -> bool:
         """True if the unit is unsharded from its forward to the end of its backward."""
         return self.left_over == "one"
