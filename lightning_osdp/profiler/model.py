@@ -101,7 +101,8 @@ def profile_model(
             weights. Only a search space that names ``stationary`` among its modes reads them.
         on_host: whether to time updates on the host, for plans that may have states there.
         known: profile of the model on another batch, whose levels blocks have again, and whose optimizer is that of
-            the profile; no parameter then has a state. None: both are found.
+            the profile; no parameter then has a state, and bytes and seconds are proportional to the samples. None:
+            levels and optimizer are found, and two numbers of samples tell what does not grow with them.
         together: runs the step at the same time on all ranks of a job that profile the model; by default this process
             profiles alone.
         progress: called with each stage as it begins, and with the state of the stage.
@@ -127,6 +128,7 @@ def profile_model(
         training.run or partial(module_step, module),
         device,
         None if blocks is None else frozenset(module.get_submodule(name) for name in blocks),
+        has_one_size=known is not None,
     )
     progress("tracing the model", "")
     with precision.applied(module), as_eager(module):

@@ -93,6 +93,7 @@ class LongerBatches(pl.Callback):
 
     Attributes:
         number: number of the plan in use, 0 for the usual one.
+        learned_s: seconds that training has waited while plans for longer batches were found.
     """
 
     def __init__(self, trainer: pl.Trainer, units: Units, profiler: BatchProfiler, racing: Racing | None) -> None:
@@ -107,6 +108,7 @@ class LongerBatches(pl.Callback):
         self._is_between, self._is_refused = True, False
         self._has_given_up = self._ignores_validation = False
         self._change_s, self._number_before = 0.0, 0
+        self.learned_s = 0.0
 
     def _begin_with(self, plan: Plan) -> None:
         """Takes the plan in use for the usual one: it has room for the batch that was profiled first.
@@ -170,7 +172,9 @@ class LongerBatches(pl.Callback):
             self._begin_on_another()
             (number,) = self._model.sharded.largest([self._known.plan_for(shapes)])
         if number == self._known.num_plans:
+            began_s = time.perf_counter()
             number = self._learn(trainer, batch, shapes, evaluates=False)
+            self.learned_s += time.perf_counter() - began_s
         if number > self.number or (number < self.number and is_going_back and self._is_between):
             self._change(number)
         elif number < self.number and self._is_between:

@@ -57,6 +57,8 @@ class StepRunner:
     """Device on which the model trains."""
     blocks: frozenset[nn.Module] | None = None
     """Modules that may be blocks; None: repeated modules."""
+    has_one_size: bool = False
+    """True where no other number of samples is asked about: bytes and seconds are then taken as proportional to it."""
     changed: set[nn.Parameter] = field(default_factory=set)
     """Parameters that the step has written to in trial runs on fake tensors."""
 
@@ -64,6 +66,11 @@ class StepRunner:
     def is_meta(self) -> bool:
         """True if some parameter has no values."""
         return any(parameter.is_meta for parameter in self.module.parameters())
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of samples to follow the step with, its own first."""
+        return (self.batch_size,) if self.has_one_size else (self.batch_size, another_size(self.batch_size))
 
     @contextmanager
     def on_real_tensors(self, size: int) -> Iterator[tuple[Callable[[], Any], Any]]:

@@ -1,4 +1,4 @@
-"""One step followed at two micro-batch sizes: its calls and its bytes, on fake tensors where the model allows it."""
+"""Step followed at one or two micro-batch sizes: calls and bytes, on fake tensors where the model allows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_osdp.core.text.names import is_inside
 from lightning_osdp.errors import ProfileError, UntraceableError
 from lightning_osdp.operations.splitting import compiled_whole
 from lightning_osdp.profiler.machine.memory import raise_if_fatal
-from lightning_osdp.profiler.step.run_step import StepRunner, TrialRun, another_size, check_loss
+from lightning_osdp.profiler.step.run_step import StepRunner, TrialRun, check_loss
 from lightning_osdp.profiler.tracing.calls import Calls, recorded_calls
 from lightning_osdp.profiler.tracing.saved_bytes import (
     Activations,
@@ -54,7 +54,7 @@ class Trace:
 
 
 def trace_step(step: StepRunner, choices: Collection[str] = (), *, exchanges: bool = False) -> Trace:
-    """Follows a step with the profiled number of samples and with another one.
+    """Follows a step with the profiled number of samples and, unless it ``has_one_size``, with another one.
 
     With ``exchanges`` operators' inputs and outputs are followed, too, where blocks keep what they save.
 
@@ -173,17 +173,18 @@ def _by_choice(
             evaluate_as_training(parts)
         return parts
 
-    size, other, notes = step.batch_size, another_size(step.batch_size), list[str]()
-    by_choice = {KEEP: {size: kept(size)}}
-    try:
-        by_choice[KEEP][other] = kept(other)
-    except Exception as error:  # a model may be made for one size only
-        raise_if_fatal(error)
-        _log.warning(
-            "OSDP: the model does not run on %d samples (%s): bytes and time are taken as proportional.",
-            other,
-            _cause(error),
-        )
+    size, *others = step.sizes
+    by_choice, notes = {KEEP: {size: kept(size)}}, list[str]()
+    for other in others:
+        try:
+            by_choice[KEEP][other] = kept(other)
+        except Exception as error:  # noqa: PERF203 - a model may be made for one size only
+            raise_if_fatal(error)
+            _log.warning(
+                "OSDP: the model does not run on %d samples (%s): bytes and time are taken as proportional.",
+                other,
+                _cause(error),
+            )
     for choice in choices if blocks else ():
         try:
             by_choice[choice] = {size: traced(size, choice) for size in by_choice[KEEP]}
