@@ -28,6 +28,7 @@ from lightning_osdp import OSDPStrategy, PlanMonitor
 from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
+from lightning_osdp.strategy.longer_batches import LongerBatches
 
 MOST_LOST, LEAST_GAINED = 1.03, 1.1
 """Seconds of all steps over those under the plan for the longest; and seconds of a short step there over those here."""
@@ -80,6 +81,7 @@ class Watch(pl.Callback):
     def __init__(self) -> None:
         self.ends_s: list[float] = []
         self.num_changes, self._plan, self.loss = 0, None, 0.0
+        self.learned_s = 0.0
 
     @override
     def on_train_batch_end(
@@ -90,6 +92,7 @@ class Watch(pl.Callback):
         self.num_changes += self._plan not in (None, plan)
         self._plan = plan
         self.loss = float(outputs["loss"])
+        self.learned_s = sum(each.learned_s for each in callbacks_of(trainer, LongerBatches))
 
     def peak_bytes(self, trainer: pl.Trainer) -> int:
         """Peak of live bytes among counted steps, of which the first with longer batches than before are some."""
@@ -109,7 +112,8 @@ def on_one_rank(case: Case) -> dict[str, Any]:
     """Fits in turns under a plan that changes and under that for the longest; every rank runs this.
 
     Returns:
-        The limit, and by way the seconds of each step of each round, and the number of changes of the plan.
+        The limit, and by way the seconds of each step of each round, of which some wait for new plans, and the number
+        of changes of the plan.
     """
     lengths, longest = lengths_of(case, dist.get_rank()), max(case.lengths)
 
@@ -132,6 +136,7 @@ def on_one_rank(case: Case) -> dict[str, Any]:
             trainer, watch = fit(lengths, limit_bytes, for_longest=is_longest)
             seconds = torch.tensor(watch.ends_s, dtype=torch.float64).diff()[_WARM_UP - 1 :].tolist()
             fields = {"steps_s": seconds, "num_changes": watch.num_changes, "loss": watch.loss}
+            fields |= {"learned_s": watch.learned_s}
             found.setdefault(way, []).append({**fields, "peak_bytes": watch.peak_bytes(trainer)})
     return found
 
@@ -161,12 +166,12 @@ def measure(case: Case) -> dict[str, Any]:
 def table(rows: Sequence[Row]) -> Table:
     """Table with a row for each order and way."""
     drawn = Table("order", "plan", title="Batches of many lengths")
-    for column in ("limit", "peak counted", "all steps", "a short step", "changes", "last loss"):
+    for column in ("limit", "peak counted", "all steps", "finding plans", "a short step", "changes", "last loss"):
         drawn.add_column(column, justify="right")
     for row in rows:
         for way in ("changing", "longest"):
             own = row[way]
-            seconds = (format_seconds(own["total_s"]), format_seconds(own["short_s"]))
+            seconds = (format_seconds(own[name]) for name in ("total_s", "learned_s", "short_s"))
             sizes = (format_bytes(row["limit_bytes"]), format_bytes(own["peak_bytes"]))
             drawn.add_row(row["case"]["order"], way, *sizes, *seconds, str(own["num_changes"]), f"{own['loss']:.4f}")
     return drawn
