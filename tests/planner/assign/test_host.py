@@ -159,7 +159,7 @@ SPACE = SearchSpace(
 
 @pytest.mark.parametrize(("overlaps", "host_s_per_element"), [(False, 4e-3), (True, 1e-3)])
 def test_plans_keep_both_limits_and_are_about_as_fast_as_any_that_do(setting, overlaps, host_s_per_element):
-    """Where updates on the host take few seconds, units are there to keep others unsharded, as far as there is room."""
+    """Units are updated on the host to keep others unsharded, as far as there is room, where that takes few seconds."""
     optimizer = dataclasses.replace(HOST, host_s_per_element=host_s_per_element)
     found = given(setting, OPERATORS[:3], overlaps=overlaps, optimizer=optimizer)
     hosts, loose = set(), []

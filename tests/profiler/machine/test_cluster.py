@@ -218,7 +218,7 @@ def test_overlap_is_found_among_noise_with_5_ms_on_both_sides(share, gather_s, p
 
     assert hidden_share(measured) == pytest.approx(share, abs=4 * noise / 2 + 1e-9)
     both = [pair for pair in sides if all(pair)]
-    assert len(both) >= 3
+    assert len(both) >= (5 if gather_s < 5e-3 else 3)  # long ones are run less often
     assert min(map(min, both)) >= 5e-3 / (1 + noise)
 
 

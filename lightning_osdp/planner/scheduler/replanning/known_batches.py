@@ -75,7 +75,7 @@ class KnownBatches:
         return number
 
     def under(self, rooms: Sequence[Sequence[Room]]) -> KnownBatches:
-        """These batches with other rooms: one sequence for each batch, with one for each plan."""
+        """Known batches with other rooms: one sequence for each batch, with one for each plan."""
         batches = tuple(replace(each, rooms=(*own,)) for each, own in zip(self.batches, rooms, strict=True))
         return KnownBatches(batches)
 
