@@ -1,13 +1,13 @@
 """A predicted step and real ones, read from their traces in the same words.
 
 In a real trace Lightning names forward, backward and the optimizer's step, ``fully_shard`` names what it does for which
-unit, and gloo its collectives, which run in threads of their own. A unit's reduce-scatter is an all-to-all there, which
-begins in ``post_backward_reduce`` and may go on while backward computes.
+unit, and gloo its collectives, which run in threads of their own. A unit's reduce-scatter is messages there, which
+begin in ``post_backward_reduce`` and may go on while backward computes; between two ranks an all-gather is one, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -20,6 +20,10 @@ _BATCH, _STEP = "[pl][profile]run_training_batch", "Optimizer.step#"
 _RUNS = {"forward": "Strategy.training_step", "backward": "Strategy.backward"}
 _RUNTIME = "FSDP::"
 _GATHERS, _REDUCES = "FSDP::all_gather (", "FSDP::post_backward_reduce ("
+_CALLERS = {_GATHERS: "all-gather", _REDUCES: "reduce-scatter"}
+_MESSAGE = "gloo:recv"
+_BEGUN_BY: dict[str, tuple[str, ...]] = {"gloo:all_gather": (_GATHERS,), _MESSAGE: (_GATHERS, _REDUCES)}
+"""Event of gloo -> calls of ``fully_shard`` that begin such a one."""
 _S = 1e-6
 
 
@@ -102,18 +106,33 @@ def _real_step(batch: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
     last_s = max((span.end_s for span in found), default=0.0)
     for step in spans("optimizer step", (each for each in inside if each["name"].startswith(_STEP))):
         found.append(Span("optimizer step", last_s, step.end_s))
-    for part, caller, name in (
-        ("all-gather", _GATHERS, "gloo:all_gather"),
-        ("reduce-scatter", _REDUCES, "gloo:all_to_all"),
-    ):
-        calls = [each for each in inside if each["name"].startswith(caller)]
-        for each in (each for each in inside if each["name"] == name):
-            before = [call for call in calls if call["ts"] <= each["ts"]]
-            if before:
-                unit = before[-1]["name"][len(caller) :].rstrip(")").partition(",")[0]
-                (span,) = spans(part, [each])
-                found.append(Span(part, span.start_s, span.end_s, unit))
+    for call, events_of in _events_by_call(inside):
+        caller = next(each for each in _CALLERS if call["name"].startswith(each))
+        unit = call["name"][len(caller) :].rstrip(")").partition(",")[0]
+        found_of = spans(_CALLERS[caller], events_of)
+        start_s, end_s = min(each.start_s for each in found_of), max(each.end_s for each in found_of)
+        found.append(Span(_CALLERS[caller], start_s, end_s, unit))
     return TracedStep(tuple(found), batch["dur"] * _S)
+
+
+def _events_by_call(
+    events: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+    """Calls that begin collectives, each with its collective, or with the messages that it receives."""
+    messages: dict[int, list[Mapping[str, Any]]] = {}
+    calls = [each for each in events if each["name"].startswith((*_CALLERS,))]
+    for event in events:
+        callers = _BEGUN_BY.get(event["name"])
+        if callers is None:
+            continue
+        before = [
+            index for index, call in enumerate(calls) if call["name"].startswith(callers) and call["ts"] <= event["ts"]
+        ]
+        if before and event["name"] == _MESSAGE:
+            messages.setdefault(before[-1], []).append(event)
+        elif before:
+            yield calls[before[-1]], [event]
+    yield from ((calls[index], received) for index, received in messages.items())
 
 
 def _complete(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:

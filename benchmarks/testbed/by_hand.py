@@ -1,4 +1,4 @@
-"""OSDP's help on gloo, for those who train without it: its reduce-scatter, and all-gathers of units ahead."""
+"""OSDP's help on gloo, for those who train without it: its collectives, and all-gathers of units ahead."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_osdp.apply.internals import access, gathering, in_flight
+from lightning_osdp.operations.gloo import AllGather
 from lightning_osdp.operations.reduce_scatter import reduce_scatter
 
 
 def scatter_in_flight(root: nn.Module) -> None:
-    """Has units that somebody has put under ``fully_shard`` reduce while backward computes, as OSDP's do."""
+    """Has units that somebody has put under ``fully_shard`` gather and reduce as OSDP's do."""
     access.begin(root)
-    groups = [access.group_of(unit) for unit in root.modules() if isinstance(unit, FSDPModule)]
-    in_flight.ReduceScatters(root, [group for group in dict.fromkeys(groups) if group is not None])
+    found = [access.group_of(unit) for unit in root.modules() if isinstance(unit, FSDPModule)]
+    groups = [group for group in dict.fromkeys(found) if group is not None]
+    for group in groups:
+        group.modules[0].set_custom_all_gather(AllGather())
+    in_flight.ReduceScatters(root, groups)
 
 
 def gather_ahead(root: nn.Module, units: Sequence[Any]) -> None:

@@ -21,6 +21,7 @@ from benchmarks.families import Family
 from benchmarks.testbed.training import quiet, train
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.operations import reduce_scatter
 from lightning_osdp.profiler import LiveBytes
 
 PHASES = ("forward", "backward", "reduce-scatter", "optimizer step")
@@ -184,19 +185,20 @@ class _StepCounter(pl.Callback):
 def _reduce_scatters_as_phase(live: _PhaseBytes) -> AbstractContextManager[Any]:
     """Counts what lives during a reduce-scatter as a phase of its own, within that which calls it."""
 
-    def as_phase(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(reduce_scatter)
+    def as_phase(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(collective)
         def run(*args: Any, **kwargs: Any) -> Any:
             around = live.enter("reduce-scatter")
             try:
-                return reduce_scatter(*args, **kwargs)
+                return collective(*args, **kwargs)
             finally:
                 live.enter(around)
 
         return run
 
-    names = ("reduce_scatter_single", "all_to_all_single")  # torch's own, and what OSDP's begins with on gloo
     patched = ExitStack()
-    for name in names:
-        patched.enter_context(patch.object(dist, name, as_phase(getattr(dist, name))))
+    # torch's own, what OSDP's begins with on gloo, and that where there is one rank only
+    places = (dist, "reduce_scatter_single"), (reduce_scatter, "begin_all_to_all"), (dist, "all_to_all_single")
+    for module, name in places:
+        patched.enter_context(patch.object(module, name, as_phase(getattr(module, name))))
     return patched

@@ -13,17 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-def is_by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Tells if collectives of a group (None: all ranks) on a device's tensors are gloo's.
-
-    Simulated groups have no backends.
-    """
-    group = group or dist.group.WORLD
-    if group is None or device.type != "cpu":
-        return False
-    cpu = next((each for each in group._device_types if each.type == "cpu"), None)
-    return cpu is not None and bool(group._get_backend(cpu).name() == "gloo")
+from lightning_osdp.operations.gloo import Exchange, begin_all_to_all
 
 
 def can_add_up(op: Any) -> bool:
@@ -31,16 +21,15 @@ def can_add_up(op: Any) -> bool:
     return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
-def scatter(received: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
-    """Begins the all-to-all; the work that is returned ends when all summands are there.
+def scatter(received: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None) -> Exchange:
+    """Begins the all-to-all; what is returned ends when all summands are there.
 
     Args:
         received: gets the summands of this rank's shard, by rank; flat, as large as ``whole``.
-        whole: summands of all shards, by rank; flat. Neither may be touched before the work has ended.
+        whole: summands of all shards, by rank; flat. Neither may be touched before the exchange has ended.
         group: of the ranks.
     """
-    work: dist.Work = dist.all_to_all_single(received, whole, group=group, async_op=True)
-    return work
+    return begin_all_to_all(received, whole, group)
 
 
 def add_up(shard: Tensor, received: Tensor, op: Any) -> None:

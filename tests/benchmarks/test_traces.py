@@ -29,7 +29,8 @@ def real(begin_ms, reduced_ms=5):
         event(f"FSDP::pre_backward {unit}", 42, 8),
         event("gloo:all_gather", 43, 6),
         event(f"FSDP::post_backward_reduce {unit}", 70, 8),
-        event("gloo:all_to_all", 71, reduced_ms),
+        event("gloo:recv", 71, reduced_ms - 1),
+        event("gloo:recv", 71.5, reduced_ms - 0.5),
         event("gloo:all_reduce", 85, 2),  # clipping's
     ]
     moved = [{**each, "ts": each["ts"] + 1e3 * begin_ms} for each in found]

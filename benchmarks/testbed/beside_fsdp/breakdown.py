@@ -21,7 +21,7 @@ from benchmarks.testbed.beside_fsdp.engines import BY_HAND, BY_HAND_ON_ROWS, OSD
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.step import Step
 from lightning_osdp.apply import local
-from lightning_osdp.apply.internals import in_flight
+from lightning_osdp.apply.internals import gathering, in_flight
 
 COPY_IN, COPY_OUT, GATHER, REDUCE, WAIT = "copy-in", "copy-out", "all-gather", "reduce-scatter", "waits"
 OPTIMIZER, WHOLE = "optimizer", "whole step"
@@ -31,7 +31,7 @@ _PLACES: tuple[tuple[Any, str, str], ...] = (
     (torch.ops.fsdp, "all_gather_copy_in", COPY_IN),
     (torch.ops.fsdp, "chunk_cat", COPY_IN),
     (torch.ops.fsdp, "split_with_sizes_copy", COPY_OUT),
-    (dist, "all_gather_single", GATHER),
+    (gathering, "all_gather", GATHER),
     (in_flight, "scatter", REDUCE),
     (in_flight, "add_up", REDUCE),
     (dist.Work, "wait", WAIT),

@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Train
 from typing_extensions import override
 
 from lightning_osdp.apply.internals import access, host_shards
+from lightning_osdp.operations.gloo import all_gather
 
 _IS_READ = "lightning_osdp_is_read"
 """Attribute of units that tells whether backward reads their parameters."""
@@ -206,7 +207,7 @@ def on_collectives(group: Any, note: Callable[[bool], None], begun: Callable[[],
 
     def gather(output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
         note(False)
-        work = dist.all_gather_single(output_tensor, input_tensor, **kwargs)
+        work = all_gather(output_tensor, input_tensor, **kwargs)
         begun()
         return work
 

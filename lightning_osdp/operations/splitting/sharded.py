@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import Self, override
 
 from lightning_osdp.errors import ShardedParameterError
+from lightning_osdp.operations.gloo import all_gather
 
 
 class ShardedParameter(Tensor):
@@ -148,7 +149,7 @@ def gathered(shards: Any) -> Tensor:
     buffer = local.new_empty(num_rows * group.size(), *local.shape[1:])
     own = buffer.narrow(0, group.rank() * num_rows, num_rows)
     own[: len(local)].copy_(local)
-    dist.all_gather_single(buffer, own, group=group)
+    all_gather(buffer, own, group)
     whole = buffer[: len(shards)]
     return whole
 

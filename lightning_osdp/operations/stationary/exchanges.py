@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_osdp.operations.gloo import all_gather, begin_all_to_all, is_by_gloo
 from lightning_osdp.operations.stationary.waiting import WaitingOutputs
 
 MOVE_WEIGHTS = (
@@ -160,7 +161,7 @@ def _gathered(rows: Tensor, call: Call) -> Tensor:
     if len(own) < most:
         own = torch.cat([own, own.new_zeros(most - len(own), own.shape[1])])
     whole = own.new_empty(most * len(call.rows), own.shape[1])
-    dist.all_gather_single(whole, own, group=call.group)
+    all_gather(whole, own, call.group)
     if total == len(whole):
         return whole
     return torch.cat([each[:num_rows] for each, num_rows in zip(whole.split(most), call.rows, strict=True)])
@@ -202,5 +203,8 @@ def _to_features(rows: Tensor, call: Call, *, sizes: Sequence[int]) -> Tensor:
 def _exchanged(flat: Tensor, given: list[int], got: list[int], call: Call) -> Tensor:
     """Elements from all ranks, by rank, for elements to all ranks; ``given`` and ``got`` are their numbers."""
     received = flat.new_empty(sum(got))
-    dist.all_to_all_single(received, flat.contiguous(), got, given, group=call.group)
+    if is_by_gloo(call.group, flat.device):
+        begin_all_to_all(received, flat.contiguous(), call.group, got=got, given=given).wait()
+    else:
+        dist.all_to_all_single(received, flat.contiguous(), got, given, group=call.group)
     return received

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Cluster, Link, Links
+from lightning_osdp.operations.gloo import all_gather
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.links import (
     NUM_BYTES,
     Group,
-    all_gather,
     all_reduce,
     measure_agreement,
     measure_link,
@@ -149,7 +149,7 @@ def _group_of(parts: list[list[int]]) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group(group)
 
 
-def _links(measured: Callable[[Callable[..., None]], Link]) -> Links:
+def _links(measured: Callable[[Callable[..., object]], Link]) -> Links:
     return Links(
         all_gather=measured(all_gather), reduce_scatter=measured(reduce_scatter), all_reduce=measured(all_reduce)
     )

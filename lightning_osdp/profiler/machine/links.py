@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Link
-from lightning_osdp.operations.reduce_scatter import is_by_gloo, scatter
+from lightning_osdp.operations.gloo import is_by_gloo
+from lightning_osdp.operations.reduce_scatter import scatter
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
 
 _SIZES_BYTES = tuple(4**exponent for exponent in range(7, 15))
@@ -34,11 +35,6 @@ Group = dist.ProcessGroup | None
 """None: all ranks."""
 
 
-def all_gather(whole: torch.Tensor, shard: torch.Tensor, group: Group = None) -> None:
-    """All-gathers shards into a whole tensor."""
-    dist.all_gather_single(whole, shard, group=group)
-
-
 def reduce_scatter(whole: torch.Tensor, shard: torch.Tensor, group: Group = None) -> None:
     """Reduce-scatters a tensor.
 
@@ -55,7 +51,9 @@ def all_reduce(whole: torch.Tensor, _: torch.Tensor, group: Group = None) -> Non
     dist.all_reduce(whole, group=group)
 
 
-def measure_link(device: torch.device, most_bytes: float, collective: Callable[..., None], group: Group = None) -> Link:
+def measure_link(
+    device: torch.device, most_bytes: float, collective: Callable[..., object], group: Group = None
+) -> Link:
     """Link of a process group, timed while the other groups that divide the ranks are timed, too.
 
     On CPU each collective follows computing, as in a step: ranks that share cores wait for one until the others have

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Contention, Link
-from lightning_osdp.operations.reduce_scatter import is_by_gloo, scatter
-from lightning_osdp.profiler.machine.links import NUM_BYTES, WIDTH_ON_CPU, all_gather, whole_and_shard
+from lightning_osdp.operations.gloo import all_gather, is_by_gloo
+from lightning_osdp.operations.reduce_scatter import scatter
+from lightning_osdp.profiler.machine.links import NUM_BYTES, WIDTH_ON_CPU, whole_and_shard
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
 
 _LEAST_OVERLAP_S, _OVERLAP_REPEATS = 5e-3, 5
@@ -82,7 +83,8 @@ def _overlapped_bytes(link: Link, most_bytes: float) -> int:
 
 
 def _begin_all_gather(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
-    work: dist.Work = dist.all_gather_single(whole, shard, async_op=True)
+    work = all_gather(whole, shard, async_op=True)
+    assert work is not None
     return work
 
 

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_osdp.core.cluster import Cluster, UnitOverhead
-from lightning_osdp.operations.reduce_scatter import ReduceScatter, is_by_gloo
+from lightning_osdp.operations.gloo import AllGather, is_by_gloo
+from lightning_osdp.operations.reduce_scatter import ReduceScatter
 from lightning_osdp.operations.splitting import split
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
 
@@ -223,9 +224,10 @@ def _sharded(units: list[nn.Module], device: torch.device, *, keeps: bool) -> nn
     chain = nn.Sequential(*units)
     fully_shard(chain, mesh=mesh)
     if is_by_gloo(mesh.get_group(), device):
-        scatter: Any = ReduceScatter()
+        gather, scatter = AllGather(), ReduceScatter()
         for unit in units:
             fsdp: Any = unit
+            fsdp.set_custom_all_gather(gather)
             fsdp.set_custom_reduce_scatter(scatter)
     return chain
 

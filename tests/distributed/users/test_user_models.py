@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import time
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp import Block, OSDPStrategy
+from lightning_osdp.apply.internals import in_flight
 from lightning_osdp.core.axes import Treatment
 from tests.distributed.support.ranks import RankPool
 from tests.distributed.support.user_runs import (
@@ -448,19 +450,10 @@ def reduced_by_gradients_inside():
     """Counts reduce-scatters of two steps that ask for gradients of inputs, and of two that do not."""
     found = []
     for make in (Adversarial, Chain):
-        all_to_all, calls = dist.all_to_all_single, []  # by which gloo reduces
-
-        def counted(*args, calls=calls, all_to_all=all_to_all, **kwargs):
-            calls.append(args)
-            return all_to_all(*args, **kwargs)
-
         plan = plan_with(make, "zdp")
-        dist.all_to_all_single = counted
-        try:
+        with mock.patch.object(in_flight, "scatter", wraps=in_flight.scatter) as reduced:
             fitted(OSDPStrategy(plan=plan), make(), max_steps=2)
-        finally:
-            dist.all_to_all_single = all_to_all
-        found.append(len(calls))
+        found.append(reduced.call_count)
     return found
 
 
@@ -527,23 +520,13 @@ def apart_and_together():
 
 def reduced_elements():
     """Elements that reduce-scatters of a step take in with LoRA, and those of what is trained, padded to all ranks."""
-    elements, world_size = [], dist.get_world_size()
-    all_to_all = dist.all_to_all_single  # by which gloo reduces
-
-    def counted(received, whole, **kwargs):
-        elements.append(whole.numel())
-        return all_to_all(received, whole, **kwargs)
-
-    module = Adapted()
+    world_size, module = dist.get_world_size(), Adapted()
     rows = [((*p.shape, 1)[0], p.shape[1:].numel()) for p in module.parameters() if p.requires_grad]
     expected = sum(-(-num_rows // world_size) * world_size * size for num_rows, size in rows)
     plan = plan_with(Adapted, "mixed")
-    dist.all_to_all_single = counted
-    try:
+    with mock.patch.object(in_flight, "scatter", wraps=in_flight.scatter) as reduced:
         fitted(OSDPStrategy(plan=plan), module, max_steps=1)
-    finally:
-        dist.all_to_all_single = all_to_all
-    return sum(elements), expected
+    return sum(whole.numel() for (_, whole, _), _ in reduced.call_args_list), expected
 
 
 class Normalised(Chain):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.apply.internals import access
+from lightning_osdp.apply.internals import access, gathering, in_flight
 from tests.distributed.support.fits import shared_folder, trainer
 from tests.distributed.support.knotted import UNITS, Knotted, SaveAt, difference, equals_ddp, fitted, plan_with
 from tests.support.tiers import slow
@@ -94,23 +94,23 @@ def within_lightning(names, in_nodes=False):
 @contextmanager
 def counted_collectives():
     """Counts calls by name while it is open."""
-    names = {"all_gather_single": "gather", "all_to_all_single": "reduce"}  # gloo's reduce-scatters send all to all
-    functions, counts = {name: getattr(dist, name) for name in names}, Counter()
+    names = {(gathering, "all_gather"): "gather", (in_flight, "scatter"): "reduce"}
+    functions, counts = {place: getattr(*place) for place in names}, Counter()
 
-    def counting(name):
+    def counting(place):
         def call(*args, **kwargs):
-            counts[names[name]] += 1
-            return functions[name](*args, **kwargs)
+            counts[names[place]] += 1
+            return functions[place](*args, **kwargs)
 
         return call
 
-    for name in names:
-        setattr(dist, name, counting(name))
+    for place in names:
+        setattr(*place, counting(place))
     try:
         yield counts
     finally:
-        for name, function in functions.items():
-            setattr(dist, name, function)
+        for place, function in functions.items():
+            setattr(*place, function)
 
 
 class PerStep(Callback):

@@ -1,0 +1,117 @@
+"""Collectives that send and receive at once: gloo's own elements, whatever ranks are late or give each other."""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_osdp.operations.gloo import AllGather, all_gather, begin_all_to_all
+
+pytestmark = pytest.mark.distributed
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
+
+
+def numbers(num_ranks, is_even):
+    """How many elements each rank gives each: three each, or any number, zero included."""
+    if is_even:
+        return [[3] * num_ranks] * num_ranks
+    draw = random.Random(num_ranks)
+    return [[draw.choice([0, 1, 5, 40_000]) for _ in range(num_ranks)] for _ in range(num_ranks)]
+
+
+def exchanged(dtype, is_even, in_flight):
+    """Elements from all ranks by this all-to-all and by gloo's, of several exchanges that are in flight together."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    of_ranks = numbers(num_ranks, is_even)
+    given, got = of_ranks[rank], [each[rank] for each in of_ranks]
+    begun, own, expected = [], [], []
+    for turn in range(in_flight):
+        sent = (torch.arange(sum(given)) % 97 + 100 * rank + turn).to(dtype)
+        own.append(torch.full((sum(got),), -1, dtype=dtype))
+        expected.append(own[-1].clone())
+        time.sleep(random.Random(rank + turn).random() / 50)  # each rank is the last one now and then
+        splits = {} if is_even else {"got": got, "given": given}
+        begun.append(begin_all_to_all(own[-1], sent, **splits))
+        dist.all_to_all_single(expected[-1], sent, got, given)
+    for each in begun:
+        each.wait()
+    return [bool(torch.equal(*pair)) for pair in zip(own, expected, strict=True)]
+
+
+def gathered(dtype):
+    """Tensors of all ranks: waited for, from the place where it goes, and two at once; and as gloo has them."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    own = (torch.arange(6).view(2, 3) + 10 * rank).to(dtype)
+    expected = own.new_zeros(2 * num_ranks, 3)
+    dist.all_gather_single(expected, own)
+    whole, in_place, *both = (torch.full_like(expected, -1) for _ in range(4))
+    all_gather(whole, own)
+    in_place[2 * rank : 2 * rank + 2] = own
+    all_gather(in_place, in_place[2 * rank : 2 * rank + 2])
+    time.sleep(0.02 * rank)
+    begun = [AllGather()(each, own, dist.group.WORLD, async_op=True) for each in both]
+    for each in begun:
+        each.wait()
+    return [bool(torch.equal(each, expected)) for each in (whole, in_place, *both)]
+
+
+def dropped():
+    """Returns the number of ranks after an exchange that rank 0 has given up before its peers have begun it."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    sent = torch.ones(num_ranks * 2_000_000)
+    if rank > 0:
+        time.sleep(0.5)
+    begun = begin_all_to_all(torch.empty_like(sent), sent)
+    if rank > 0:
+        begun.wait()
+    del begun
+    counted = torch.ones(1)
+    dist.all_reduce(counted)
+    return counted.item()
+
+
+def of_one_rank():
+    """Returns what a rank gets in a group of its own."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    received, sent = torch.zeros(4), torch.arange(4.0)
+    begin_all_to_all(received, sent, groups[dist.get_rank()]).wait()
+    return received.tolist()
+
+
+def of_empty():
+    """How many elements there are of none."""
+    received = torch.empty(0)
+    begin_all_to_all(received, torch.empty(0)).wait()
+    all_gather(received, torch.empty(0))
+    return received.numel()
+
+
+@pytest.mark.parametrize("is_even", [True, False])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_elements_are_those_of_gloo(ranks, world_size, is_even):
+    for dtype in DTYPES:
+        for found in ranks(world_size).run(exchanged, dtype=dtype, is_even=is_even, in_flight=3):
+            assert found == [True] * 3
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tensors_of_all_ranks_are_those_of_gloo(ranks, world_size):
+    for dtype in DTYPES:
+        for found in ranks(world_size).run(gathered, dtype=dtype):
+            assert found == [True] * 4
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_what_is_given_up_is_in_nobodys_way(ranks, world_size):
+    assert ranks(world_size).run(dropped) == [world_size] * world_size
+
+
+def test_a_rank_alone_gets_its_own(ranks):
+    assert ranks(2).run(of_one_rank) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+def test_nothing_is_exchanged_of_nothing(ranks):
+    assert ranks(2).run(of_empty) == [0, 0]
