@@ -19,10 +19,10 @@ from jsonargparse import auto_cli
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures.accuracy import fits, gloo, memory, planning, step_time
+from benchmarks.measures.accuracy import collectives, fits, gloo, memory, planning, step_time
 from benchmarks.measures.section import PICTURES, RESULTS, Results, measured
 
-Name = Literal["memory", "gloo", "fits", "planning", "time", "overlap"]
+Name = Literal["memory", "gloo", "fits", "planning", "time", "overlap", "collectives"]
 SECTIONS = {
     "memory": memory.section,
     "gloo": gloo.section,
@@ -30,6 +30,7 @@ SECTIONS = {
     "planning": planning.section,
     "time": step_time.section,
     "overlap": step_time.overlap_section,
+    "collectives": collectives.section,
 }
 
 

@@ -1,8 +1,9 @@
 """A predicted step and real ones, read from their traces in the same words.
 
 In a real trace Lightning names forward, backward and the optimizer's step, ``fully_shard`` names what it does for which
-unit, and gloo its collectives, which run in threads of their own. A unit's reduce-scatter is messages there, which
-begin in ``post_backward_reduce`` and may go on while backward computes; between two ranks an all-gather is one, too.
+unit, and gloo its collectives, which run in threads of their own. A unit's reduce-scatter is an all-to-all there, or messages if
+it is not small, which begin in ``post_backward_reduce`` and may go on while backward computes; between two ranks an
+all-gather may be a message, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ _RUNTIME = "FSDP::"
 _GATHERS, _REDUCES = "FSDP::all_gather (", "FSDP::post_backward_reduce ("
 _CALLERS = {_GATHERS: "all-gather", _REDUCES: "reduce-scatter"}
 _MESSAGE = "gloo:recv"
-_BEGUN_BY: dict[str, tuple[str, ...]] = {"gloo:all_gather": (_GATHERS,), _MESSAGE: (_GATHERS, _REDUCES)}
+_BEGUN_BY: dict[str, tuple[str, ...]] = {
+    "gloo:all_gather": (_GATHERS,),
+    "gloo:all_to_all": (_REDUCES,),
+    _MESSAGE: (_GATHERS, _REDUCES),
+}
 """Event of gloo -> calls of ``fully_shard`` that begin such a one."""
 _S = 1e-6
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_osdp.operations.gloo import Exchange, begin_all_to_all
+from lightning_osdp.operations.gloo import begin_all_to_all
 
 
 def can_add_up(op: Any) -> bool:
@@ -21,7 +21,7 @@ def can_add_up(op: Any) -> bool:
     return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
-def scatter(received: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None) -> Exchange:
+def scatter(received: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
     """Begins the all-to-all; what is returned ends when all summands are there.
 
     Args:

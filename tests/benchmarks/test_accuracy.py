@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import accuracy
 from benchmarks.families import FAMILIES
-from benchmarks.measures.accuracy import gloo, memory, peaks, planning
+from benchmarks.measures.accuracy import collectives, gloo, memory, peaks, planning
 from benchmarks.measures.section import Results, Section
 from benchmarks.testbed.memory import PHASES
 from tests.support.tiers import slow
@@ -109,3 +109,15 @@ def test_a_run_that_was_killed_goes_on_and_other_sections_stay(tmp_path):
     # rows that are no longer asked for go
     assert Results(path).rows(squares([3], square), print) == Results(path).stored("squares") == rows[2:]
     assert json.loads(path.read_text())["other"]["machine"] == "abacus"
+
+
+def test_collectives_are_timed_beside_those_of_gloo():
+    case = collectives.Case(num_ranks=2, rate_mbit=None, num_rounds=1)
+    found = collectives.measure(case)
+    names = {"all-to-all of gloo", "all-to-all", "all-gather of gloo", "all-gather"}
+    assert [int(size) for size in found["seconds"]] == [16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
+    for seconds in found["seconds"].values():
+        assert seconds.keys() == names
+        assert max(seconds.values()) > 0
+    drawn = collectives.table([{"case": dataclasses.asdict(case), **found}])
+    assert drawn.row_count == 5

@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Train
 from typing_extensions import override
 
 from lightning_osdp.apply.internals import access, host_shards
-from lightning_osdp.operations.gloo import all_gather
+from lightning_osdp.operations.gloo import AllGather, all_gather
 
 _IS_READ = "lightning_osdp_is_read"
 """Attribute of units that tells whether backward reads their parameters."""
@@ -217,7 +217,7 @@ def on_collectives(group: Any, note: Callable[[bool], None], begun: Callable[[],
         begun()
         return work
 
-    group.modules[0].set_custom_all_gather(_Collective(gather, _allocated))
+    group.modules[0].set_custom_all_gather(_Collective(gather, AllGather().allocate))
     group.modules[0].set_custom_reduce_scatter(_Collective(reduce, scatter.allocate))
 
 
@@ -286,7 +286,3 @@ class _Collective:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the collective."""
         return self._run(*args, **kwargs)
-
-
-def _allocated(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)

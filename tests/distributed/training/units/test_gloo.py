@@ -14,18 +14,22 @@ pytestmark = pytest.mark.distributed
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
 
-def numbers(num_ranks, is_even):
-    """How many elements each rank gives each: three each, or any number, zero included."""
-    if is_even:
-        return [[3] * num_ranks] * num_ranks
+MANY = 70_001
+"""Elements of which messages are not small, whatever their dtype."""
+
+
+def numbers(num_ranks, each_gives):
+    """How many elements each rank gives each: so many, or, if 0, any number, zero included."""
+    if each_gives:
+        return [[each_gives] * num_ranks] * num_ranks
     draw = random.Random(num_ranks)
     return [[draw.choice([0, 1, 5, 40_000]) for _ in range(num_ranks)] for _ in range(num_ranks)]
 
 
-def exchanged(dtype, is_even, in_flight):
+def exchanged(dtype, each_gives, in_flight):
     """Elements from all ranks by this all-to-all and by gloo's, of several exchanges that are in flight together."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    of_ranks = numbers(num_ranks, is_even)
+    of_ranks = numbers(num_ranks, each_gives)
     given, got = of_ranks[rank], [each[rank] for each in of_ranks]
     begun, own, expected = [], [], []
     for turn in range(in_flight):
@@ -33,7 +37,7 @@ def exchanged(dtype, is_even, in_flight):
         own.append(torch.full((sum(got),), -1, dtype=dtype))
         expected.append(own[-1].clone())
         time.sleep(random.Random(rank + turn).random() / 50)  # each rank is the last one now and then
-        splits = {} if is_even else {"got": got, "given": given}
+        splits = {} if each_gives else {"got": got, "given": given}
         begun.append(begin_all_to_all(own[-1], sent, **splits))
         dist.all_to_all_single(expected[-1], sent, got, given)
     for each in begun:
@@ -41,11 +45,11 @@ def exchanged(dtype, is_even, in_flight):
     return [bool(torch.equal(*pair)) for pair in zip(own, expected, strict=True)]
 
 
-def gathered(dtype):
+def gathered(dtype, width):
     """Tensors of all ranks: waited for, from the place where it goes, and two at once; and as gloo has them."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    own = (torch.arange(6).view(2, 3) + 10 * rank).to(dtype)
-    expected = own.new_zeros(2 * num_ranks, 3)
+    own = (torch.arange(2 * width).view(2, width) % 91 + 10 * rank).to(dtype)
+    expected = own.new_zeros(2 * num_ranks, width)
     dist.all_gather_single(expected, own)
     whole, in_place, *both = (torch.full_like(expected, -1) for _ in range(4))
     all_gather(whole, own)
@@ -89,18 +93,19 @@ def of_empty():
     return received.numel()
 
 
-@pytest.mark.parametrize("is_even", [True, False])
+@pytest.mark.parametrize("each_gives", [3, MANY, 0])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_elements_are_those_of_gloo(ranks, world_size, is_even):
+def test_elements_are_those_of_gloo(ranks, world_size, each_gives):
     for dtype in DTYPES:
-        for found in ranks(world_size).run(exchanged, dtype=dtype, is_even=is_even, in_flight=3):
+        for found in ranks(world_size).run(exchanged, dtype=dtype, each_gives=each_gives, in_flight=3):
             assert found == [True] * 3
 
 
+@pytest.mark.parametrize("width", [3, MANY])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_tensors_of_all_ranks_are_those_of_gloo(ranks, world_size):
+def test_tensors_of_all_ranks_are_those_of_gloo(ranks, world_size, width):
     for dtype in DTYPES:
-        for found in ranks(world_size).run(gathered, dtype=dtype):
+        for found in ranks(world_size).run(gathered, dtype=dtype, width=width):
             assert found == [True] * 4
 
 
