@@ -1,15 +1,16 @@
 """A predicted step and real ones, read from their traces in the same words.
 
 In a real trace Lightning names forward, backward and the optimizer's step, ``fully_shard`` names what it does for which
-unit, and gloo its collectives, which run in threads of their own. A unit's reduce-scatter is an all-to-all there, or messages if
-it is not small, which begin in ``post_backward_reduce`` and may go on while backward computes; between two ranks an
-all-gather may be a message, too.
+unit, and gloo its collectives, which run in threads of their own. A unit's reduce-scatter is an all-to-all there, or
+messages where it is not small, which begin in ``post_backward_reduce`` and may go on while backward computes; between
+two ranks an all-gather may be a message, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -72,9 +73,8 @@ class TracedStep:
 
     @property
     def collectives(self) -> list[tuple[str, str]]:
-        """Kinds and units, in order."""
-        found = sorted((span for span in self.spans if span.part in COMMUNICATION), key=lambda span: span.start_s)
-        return [(span.part, span.unit) for span in found]
+        """Kinds and units, in the order in which they were issued."""
+        return [(span.part, span.unit) for span in self.spans if span.part in COMMUNICATION]
 
 
 def predicted_step(trace: Mapping[str, Any]) -> TracedStep:
@@ -85,7 +85,7 @@ def predicted_step(trace: Mapping[str, Any]) -> TracedStep:
         part = next((each for each in PARTS if event["name"].startswith(each)), "runtime of units")
         unit = rest if part in COMMUNICATION else ""
         spans.append(Span(part, event["ts"] * _S, (event["ts"] + event["dur"]) * _S, unit))
-    return TracedStep(tuple(spans), trace["otherData"]["step_time_s"])
+    return TracedStep(tuple(sorted(spans, key=lambda span: span.start_s)), trace["otherData"]["step_time_s"])
 
 
 def real_steps(trace: Mapping[str, Any]) -> list[TracedStep]:
@@ -123,7 +123,8 @@ def _real_step(batch: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
 def _events_by_call(
     events: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
-    """Calls that begin collectives, each with its collective, or with the messages that it receives."""
+    """Calls that begin collectives, in order, each with its collective, or with the messages that it receives."""
+    collectives: list[tuple[int, list[Mapping[str, Any]]]] = []
     messages: dict[int, list[Mapping[str, Any]]] = {}
     calls = [each for each in events if each["name"].startswith((*_CALLERS,))]
     for event in events:
@@ -136,8 +137,9 @@ def _events_by_call(
         if before and event["name"] == _MESSAGE:
             messages.setdefault(before[-1], []).append(event)
         elif before:
-            yield calls[before[-1]], [event]
-    yield from ((calls[index], received) for index, received in messages.items())
+            collectives.append((before[-1], [event]))
+    for index, found in sorted([*collectives, *messages.items()], key=itemgetter(0)):
+        yield calls[index], found
 
 
 def _complete(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_osdp.apply.internals import access, resident, sharding, shortcuts
+from lightning_osdp.apply.internals import access, gathering, resident, sharding, shortcuts
 
 _Place: TypeAlias = "tuple[OrderedDict[int, Any], int]"
 """Hooks of a module, and the number of one of them."""
@@ -177,7 +177,7 @@ class _Call:
         return True
 
     def _gather(self, _: Tensor) -> None:
-        if self._group.is_unsharded or self._residence.shows(self._group):
+        if self._group.is_unsharded or self._residence.shows(self._group) or not gathering.is_read(self._group):
             return
         # The hook outlives its unit where the module is sharded anew.
         if isinstance(self._handle, FSDPModule) and access.state_of(self._handle) is self._state:

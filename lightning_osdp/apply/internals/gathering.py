@@ -113,6 +113,11 @@ def set_read(module: Any, *, is_read: bool) -> None:
         setattr(group, _IS_READ, is_read)
 
 
+def is_read(group: Any) -> bool:
+    """Tells whether backward reads a unit's parameters."""
+    return bool(getattr(group, _IS_READ, True))
+
+
 def note_inputs(group: Any) -> None:
     """Takes a unit for one that backward reads from now on, as inputs of it need gradients."""
     setattr(group, _IS_READ, True)
@@ -130,7 +135,7 @@ def gather_where_read(groups: Sequence[Any]) -> None:
 
 
 def _pre_backward(group: Any, pre_backward: Callable[..., None], _: bool) -> None:
-    if getattr(group, _IS_READ, True) or group.is_unsharded or group._all_gather_result is not None:
+    if is_read(group) or group.is_unsharded or group._all_gather_result is not None:
         # False: nothing is gathered ahead but what lists say, for torch does not note all units that forward calls.
         pre_backward(False)
     else:
@@ -138,7 +143,7 @@ def _pre_backward(group: Any, pre_backward: Callable[..., None], _: bool) -> Non
 
 
 def _outdate(group: Any, free: Callable[[], None]) -> None:
-    if group.is_unsharded and group._training_state == TrainingState.FORWARD and not getattr(group, _IS_READ, True):
+    if group.is_unsharded and group._training_state == TrainingState.FORWARD and not is_read(group):
         for parameter in group.fsdp_params if torch.is_grad_enabled() else ():
             increment_version(parameter._unsharded_param)
     free()

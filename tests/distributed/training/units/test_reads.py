@@ -137,3 +137,30 @@ def reads_what_it_should_not():
 def test_a_weight_that_is_read_against_all_expectation_is_an_error(ranks):
     for told in ranks(2).run(reads_what_it_should_not):
         assert "modified by an inplace operation" in told
+
+
+def together():
+    """Difference from DDP where two modules that backward does not read are one unit, and how often it is gathered."""
+    plan = planned()
+    units = {unit.name: unit for unit in plan.units}
+    table, first = units.pop("table"), units.pop("first")
+    joined = dataclasses.replace(
+        first,
+        operators=(*first.operators, *table.operators),
+        modules=("first", "table"),
+        parameter_bytes=first.parameter_bytes + table.parameter_bytes,
+        gradient_bytes=None,
+        menu=(),
+    )
+    names = ["", "first", *(name for name in units if name)]
+    plan = dataclasses.replace(plan, units=tuple(({**units, "first": joined})[name] for name in names))
+    module = made()
+    with Gathers() as gathers:
+        _, found = ran(module, plan)
+    _, expected = ran(made())
+    return differs(found, expected), gathers.of(module, ["first"])
+
+
+def test_a_unit_of_several_modules_is_gathered_in_forward_alone(ranks):
+    for apart, gathered in ranks(2).run(together):
+        assert (apart < 1e-12, gathered) == (True, [STEPS])
