@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
-from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks.testbed.simulated import SimulatedGroup, SimulatedLinks
@@ -38,17 +37,10 @@ def simulated_group(world_size: int, links: SimulatedLinks | None = None) -> Ite
     with (
         _default_group("simulated", world_size, links),
         mock.patch.object(in_flight, "is_by_gloo", return_value=is_gloo),
-        mock.patch.object(in_flight, "scatter", _scatter),
     ):
         group = dist.group.WORLD
         assert isinstance(group, SimulatedGroup)
         yield group
-
-
-def _scatter(received: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """The all-to-all in one call: there is nobody to send to."""
-    work: dist.Work = dist.all_to_all_single(received, whole, group=group, async_op=True)
-    return work
 
 
 def counted_group(world_size: int) -> AbstractContextManager[Any]:

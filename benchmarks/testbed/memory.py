@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from benchmarks.families import Family
 from benchmarks.testbed.training import quiet, train
+from lightning_osdp.apply.internals import in_flight
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.operations import reduce_scatter
@@ -197,8 +198,8 @@ def _reduce_scatters_as_phase(live: _PhaseBytes) -> AbstractContextManager[Any]:
         return run
 
     patched = ExitStack()
-    # torch's own, what OSDP's begins with on gloo, and that where there is one rank only
-    places = (dist, "reduce_scatter_single"), (reduce_scatter, "begin_all_to_all"), (dist, "all_to_all_single")
+    # torch's own, and what OSDP's begin with on gloo
+    places = (dist, "reduce_scatter_single"), (reduce_scatter, "begin_all_to_all"), (in_flight, "begin_all_to_all")
     for module, name in places:
         patched.enter_context(patch.object(module, name, as_phase(getattr(module, name))))
     return patched

@@ -21,8 +21,11 @@ from torch import Tensor
 from typing_extensions import override
 
 _FIRST_TAG, _NUM_TAGS = 1 << 24, 1 << 24
-"""Tags of messages, one for each exchange of a group in turn: users, who may send their own, are not likely to have any
-of these, and messages of an exchange that others did not begin are never taken for those of the next one."""
+"""Tags of messages, one for each collective of a group in turn: users, who may send their own, are not likely to have
+any of these, and messages of a collective that others did not begin are never taken for those of the next one."""
+_LEAST_BYTES = 128 * 2**10
+"""Bytes from one rank to another from which on messages are better than gloo's own collective: each of them is waited
+for, by which ranks that share cores lose a millisecond or two."""
 
 
 def is_by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
@@ -37,28 +40,23 @@ def is_by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     return cpu is not None and bool(group._get_backend(cpu).name() == "gloo")
 
 
-_LEAST_BYTES = 128 * 2**10
-"""Bytes from one rank to another from which on messages are better than gloo's own collective: each of them is waited
-for, and ranks that share cores lose a millisecond or two so."""
-
-
 @dataclass(eq=False)
-class _Begun:
-    """Exchanges of a group."""
+class _OfGroup:
+    """Collectives of a process group that send messages."""
 
     number: int = 0
-    not_ended: deque[Exchange] = field(default_factory=deque)
-    """Exchanges in the order in which they were begun, in which they end, too. Gloo waits for ever for what is sent or
-    received where nobody holds it any more, as after an error: it is held until a later exchange has ended."""
+    not_ended: deque[_Messages] = field(default_factory=deque)
+    """Messages of each, in the order in which they were begun, in which they end, too. Gloo waits for ever for what is
+    sent or received where nobody holds it any more, as after an error: it is held until a later one has ended."""
 
 
-_BEGUN = WeakKeyDictionary[dist.ProcessGroup, _Begun]()
+_OF_GROUPS = WeakKeyDictionary[dist.ProcessGroup, _OfGroup]()
 
 
-class Exchange(dist.Work):
-    """Messages that were begun."""
+class _Messages(dist.Work):
+    """Messages of a collective that was begun."""
 
-    def __init__(self, works: Sequence[dist.Work], among: _Begun) -> None:
+    def __init__(self, works: Sequence[dist.Work], among: _OfGroup) -> None:
         super().__init__()
         self._works, self._not_ended = works, among.not_ended
         self._not_ended.append(self)
@@ -124,18 +122,21 @@ def begin_all_to_all(
     got: Sequence[int] | None = None,
     given: Sequence[int] | None = None,
 ) -> dist.Work:
-    """Begins an all-to-all of tensors on CPU among ranks of gloo.
+    """Begins an all-to-all as ``torch.distributed.all_to_all_single`` does; ranks of gloo send and receive at once.
+
+    Ranks of gloo send messages where numbers are given, however small they are: no rank knows those of all others.
 
     Args:
         received: is filled with elements from each rank, by rank; flat.
-        sent: elements for each rank, by rank; flat. Neither may be touched before the exchange has ended.
+        sent: elements for each rank, by rank; flat. Neither may be touched before the all-to-all has ended.
         group: of the ranks; None: all.
         got: number of elements from each rank; None: equally many.
         given: number of elements for each rank; None: equally many.
     """
     num_ranks = dist.get_world_size(group)
-    if got is None and given is None and received.nbytes < _LEAST_BYTES * num_ranks:
-        work: dist.Work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    is_small = got is None and given is None and received.nbytes < _LEAST_BYTES * num_ranks
+    if is_small or not is_by_gloo(group, received.device):
+        work: dist.Work = dist.all_to_all_single(received, sent, got, given, group=group, async_op=True)
         return work
     return _begin(_parts(received, got, num_ranks), _parts(sent, given, num_ranks), group)
 
@@ -144,23 +145,19 @@ def _parts(flat: Tensor, numbers: Sequence[int] | None, num_ranks: int) -> Seque
     return [*(flat.view(num_ranks, flat.numel() // num_ranks) if numbers is None else flat.split([*numbers]))]
 
 
-def _begin(into: Sequence[Tensor], outof: Sequence[Tensor], group: dist.ProcessGroup | None) -> Exchange:
+def _begin(into: Sequence[Tensor], outof: Sequence[Tensor], group: dist.ProcessGroup | None) -> dist.Work:
     """Begins to fill tensors by rank, and to send others by rank."""
     group = group or dist.group.WORLD
     assert group is not None
     rank, num_ranks = group.rank(), group.size()
-    begun = _BEGUN.setdefault(group, _Begun())
-    tag = _FIRST_TAG + begun.number % _NUM_TAGS
-    begun.number += 1
+    of_group = _OF_GROUPS.setdefault(group, _OfGroup())
+    tag = _FIRST_TAG + of_group.number % _NUM_TAGS
+    of_group.number += 1
     if into[rank].data_ptr() != outof[rank].data_ptr():
         into[rank].copy_(outof[rank])
-    steps = range(1, num_ranks)
+    sources, targets = ([(rank + sign * step) % num_ranks for step in range(1, num_ranks)] for sign in (-1, 1))
     works = [
-        dist.irecv(into[(rank - step) % num_ranks], group=group, group_src=(rank - step) % num_ranks, tag=tag)
-        for step in steps
+        *(dist.irecv(into[source], group=group, group_src=source, tag=tag) for source in sources),
+        *(dist.isend(outof[target], group=group, group_dst=target, tag=tag) for target in targets),
     ]
-    works += [
-        dist.isend(outof[(rank + step) % num_ranks], group=group, group_dst=(rank + step) % num_ranks, tag=tag)
-        for step in steps
-    ]
-    return Exchange([work for work in works if work is not None], begun)
+    return _Messages([work for work in works if work is not None], of_group)

@@ -21,19 +21,8 @@ def can_add_up(op: Any) -> bool:
     return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
-def scatter(received: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
-    """Begins the all-to-all; what is returned ends when all summands are there.
-
-    Args:
-        received: gets the summands of this rank's shard, by rank; flat, as large as ``whole``.
-        whole: summands of all shards, by rank; flat. Neither may be touched before the exchange has ended.
-        group: of the ranks.
-    """
-    return begin_all_to_all(received, whole, group)
-
-
 def add_up(shard: Tensor, received: Tensor, op: Any) -> None:
-    """Writes the sum over ranks of what `scatter` has received, or their mean, to this rank's shard."""
+    """Writes the sum over ranks of summands that an all-to-all has received, or their mean, to this rank's shard."""
     torch.sum(received.view(-1, shard.numel()), 0, out=shard.view(-1))
     if op == dist.ReduceOp.AVG:
         shard.div_(received.numel() // shard.numel())
@@ -44,7 +33,7 @@ def reduce_scatter(
 ) -> None:
     """Scatters and adds up, and returns when the shard is there."""
     received = torch.empty_like(whole)
-    scatter(received, whole, group).wait()
+    begin_all_to_all(received, whole, group).wait()
     add_up(shard, received, op)
 
 

@@ -48,18 +48,16 @@ def measure(case: Case) -> dict[str, Any]:
     return {"seconds": on_ranks(case.num_ranks, case.rate_mbit, where, num_rounds=case.num_rounds)}
 
 
-def on_one_rank(*, num_rounds: int, sizes: Sequence[int] = _SHARDS_BYTES) -> dict[str, dict[str, float]]:
+def on_one_rank(*, num_rounds: int) -> dict[str, dict[str, float]]:
     """Median seconds of one collective beyond the computing before it; every rank runs this.
 
     Returns:
         Bytes of a shard -> seconds by name.
     """
     torch.set_num_threads(1)
-    num_ranks = dist.get_world_size()
-    matrix = torch.ones(_WIDTH, _WIDTH)
-    found = {}
-    for size in sizes:
-        shard, whole = torch.zeros(size // 4), torch.zeros(num_ranks * size // 4)
+    matrix, found = torch.ones(_WIDTH, _WIDTH), {}
+    for size in _SHARDS_BYTES:
+        shard, whole = torch.zeros(size // 4), torch.zeros(dist.get_world_size() * size // 4)
         received = torch.zeros_like(whole)
         runs: dict[str, Callable[[], object]] = {
             "computing": _nothing,

@@ -32,7 +32,7 @@ _PLACES: tuple[tuple[Any, str, str], ...] = (
     (torch.ops.fsdp, "chunk_cat", COPY_IN),
     (torch.ops.fsdp, "split_with_sizes_copy", COPY_OUT),
     (gathering, "all_gather", GATHER),
-    (in_flight, "scatter", REDUCE),
+    (in_flight, "begin_all_to_all", REDUCE),
     (in_flight, "add_up", REDUCE),
     (dist.Work, "wait", WAIT),
 )

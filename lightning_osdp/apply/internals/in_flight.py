@@ -20,8 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
 from lightning_osdp.apply.internals import access, host_shards
-from lightning_osdp.operations.gloo import is_by_gloo
-from lightning_osdp.operations.reduce_scatter import ReduceScatter, add_up, can_add_up, scatter
+from lightning_osdp.operations.gloo import begin_all_to_all, is_by_gloo
+from lightning_osdp.operations.reduce_scatter import ReduceScatter, add_up, can_add_up
 from lightning_osdp.planner.engine import REDUCTIONS_IN_FLIGHT
 
 
@@ -77,7 +77,7 @@ class ReduceScatters:
         begun = [*self._in_flight]
         self._in_flight.clear()
         for each in begun:
-            each.exchange.wait()
+            each.work.wait()
 
     def begin(self, begun: _Begun) -> None:
         """Counts a reduce-scatter as in flight."""
@@ -164,7 +164,7 @@ class _Begun:
             group.force_sum_reduction_for_comms,
         )
         self._received = torch.empty_like(whole)
-        self.exchange = scatter(self._received, whole, process_group)
+        self.work = begin_all_to_all(self._received, whole, process_group)
         self._gradients: list[tuple[nn.Parameter, DTensor]] = []
         self._before = [(each.sharded_param, each.sharded_param.grad) for each in group.fsdp_params]
         for parameter, _ in self._before:
@@ -183,7 +183,7 @@ class _Begun:
     def end(self) -> None:
         """Waits for the reduce-scatter, and sets the shards' gradients or adds to them."""
         try:
-            self.exchange.wait()
+            self.work.wait()
         except RuntimeError as error:
             where = repr(self._name) if self._name else "the root unit"
             raise RuntimeError(f"The reduce-scatter of gradients of {where} failed: {error}") from error

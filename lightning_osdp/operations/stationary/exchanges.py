@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_osdp.operations.gloo import all_gather, begin_all_to_all, is_by_gloo
+from lightning_osdp.operations.gloo import all_gather, begin_all_to_all
 from lightning_osdp.operations.stationary.waiting import WaitingOutputs
 
 MOVE_WEIGHTS = (
@@ -203,8 +203,5 @@ def _to_features(rows: Tensor, call: Call, *, sizes: Sequence[int]) -> Tensor:
 def _exchanged(flat: Tensor, given: list[int], got: list[int], call: Call) -> Tensor:
     """Elements from all ranks, by rank, for elements to all ranks; ``given`` and ``got`` are their numbers."""
     received = flat.new_empty(sum(got))
-    if is_by_gloo(call.group, flat.device):
-        begin_all_to_all(received, flat.contiguous(), call.group, got=got, given=given).wait()
-    else:
-        dist.all_to_all_single(received, flat.contiguous(), got, given, group=call.group)
+    begin_all_to_all(received, flat.contiguous(), call.group, got=got, given=given).wait()
     return received

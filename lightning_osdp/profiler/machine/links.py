@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Link
-from lightning_osdp.operations.gloo import is_by_gloo
-from lightning_osdp.operations.reduce_scatter import scatter
+from lightning_osdp.operations.gloo import begin_all_to_all, is_by_gloo
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
 
 _SIZES_BYTES = tuple(4**exponent for exponent in range(7, 15))
@@ -41,7 +40,7 @@ def reduce_scatter(whole: torch.Tensor, shard: torch.Tensor, group: Group = None
     On gloo it is its communication alone: to add up is computing, and a part of a unit's overhead.
     """
     if is_by_gloo(group, whole.device):
-        scatter(torch.empty_like(whole), whole, group).wait()
+        begin_all_to_all(torch.empty_like(whole), whole, group).wait()
     else:
         dist.reduce_scatter_single(shard, whole, group=group)
 

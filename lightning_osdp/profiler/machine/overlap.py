@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Contention, Link
-from lightning_osdp.operations.gloo import all_gather, is_by_gloo
-from lightning_osdp.operations.reduce_scatter import scatter
+from lightning_osdp.operations.gloo import all_gather, begin_all_to_all, is_by_gloo
 from lightning_osdp.profiler.machine.links import NUM_BYTES, WIDTH_ON_CPU, whole_and_shard
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
 
@@ -91,7 +90,7 @@ def _begin_all_gather(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
 def begin_reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
     """Begins a reduce-scatter of a whole tensor; gloo's is into another than ``shard``."""
     if is_by_gloo(None, whole.device):
-        return scatter(torch.empty_like(whole), whole)
+        return begin_all_to_all(torch.empty_like(whole), whole)
     work: dist.Work = dist.reduce_scatter_single(shard, whole, async_op=True)
     return work
 

@@ -55,7 +55,7 @@ def reduced_in_flight(how):
     Args:
         how: units are sharded "by hand" or "by a plan".
     """
-    found, begin = [], mock.Mock(side_effect=in_flight.scatter)
+    found, begin = [], mock.Mock(side_effect=in_flight.begin_all_to_all)
     for is_in_flight in (False, True):
         module = build("tiny", optimizer="sgd_momentum")
         plan = plan_of(
@@ -64,7 +64,7 @@ def reduced_in_flight(how):
             world_size=dist.get_world_size(),
             micro_batch_size=2,
         )
-        with mock.patch.object(in_flight, "scatter", begin):
+        with mock.patch.object(in_flight, "begin_all_to_all", begin):
             by_hand = how == "by hand" or not is_in_flight
             step = ByHand(module, plan, is_in_flight=is_in_flight) if by_hand else Step(module, plan)
             for _ in range(3):

@@ -451,7 +451,7 @@ def reduced_by_gradients_inside():
     found = []
     for make in (Adversarial, Chain):
         plan = plan_with(make, "zdp")
-        with mock.patch.object(in_flight, "scatter", wraps=in_flight.scatter) as reduced:
+        with mock.patch.object(in_flight, "begin_all_to_all", wraps=in_flight.begin_all_to_all) as reduced:
             fitted(OSDPStrategy(plan=plan), make(), max_steps=2)
         found.append(reduced.call_count)
     return found
@@ -524,7 +524,7 @@ def reduced_elements():
     rows = [((*p.shape, 1)[0], p.shape[1:].numel()) for p in module.parameters() if p.requires_grad]
     expected = sum(-(-num_rows // world_size) * world_size * size for num_rows, size in rows)
     plan = plan_with(Adapted, "mixed")
-    with mock.patch.object(in_flight, "scatter", wraps=in_flight.scatter) as reduced:
+    with mock.patch.object(in_flight, "begin_all_to_all", wraps=in_flight.begin_all_to_all) as reduced:
         fitted(OSDPStrategy(plan=plan), module, max_steps=1)
     return sum(whole.numel() for (_, whole, _), _ in reduced.call_args_list), expected
 

@@ -94,7 +94,7 @@ def within_lightning(names, in_nodes=False):
 @contextmanager
 def counted_collectives():
     """Counts calls by name while it is open."""
-    names = {(gathering, "all_gather"): "gather", (in_flight, "scatter"): "reduce"}
+    names = {(gathering, "all_gather"): "gather", (in_flight, "begin_all_to_all"): "reduce"}
     functions, counts = {place: getattr(*place) for place in names}, Counter()
 
     def counting(place):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.apply.internals import dtensors, in_flight
+from lightning_osdp.operations import gloo
 from tests.distributed.support import parts
 from tests.distributed.support.parts import Run, apart, base_plan, batches_by_step, ddp
 from tests.support.tiers import slow
@@ -41,6 +42,11 @@ def made(plan, most):
         return Run(plan)
 
 
+def by_messages():
+    """Has reduce-scatters, and all-gathers between two ranks, send messages, which small ones do not."""
+    return patch.object(gloo, "_LEAST_BYTES", 0)
+
+
 def with_syncs(plan, syncs):
     turns = itertools.cycle(syncs)
     units = tuple(unit.treated(sync=next(turns)) if unit.name else unit for unit in plan.units)
@@ -60,7 +66,7 @@ def steps_of(run, number=None):
 def equivalence(units, cases):
     """Differences from DDP, and most that were in flight, by how many may be and what units synchronise."""
     found = {}
-    with patch.object(parts, "STEPS", 14 // dist.get_world_size()):  # as many as there are batches for
+    with by_messages(), patch.object(parts, "STEPS", 14 // dist.get_world_size()):  # as many as there are batches for
         expected = ddp()
         for most, name in cases:
             run = made(with_syncs(base_plan(units), SYNCS[name]), most)
@@ -94,7 +100,7 @@ def late(num_steps, seed):
         if draw.random() < 0.3:
             time.sleep(draw.random() * 2e-3)
 
-    with patch.object(parts, "STEPS", 14 // dist.get_world_size()):  # as many as there are batches for
+    with by_messages(), patch.object(parts, "STEPS", 14 // dist.get_world_size()):  # as many as there are batches for
         expected = steps_of(made(plan, 2), num_steps)
         run = made(dataclasses.replace(plan, forward_prefetch=True), 2)
         for unit in run.model.units:
@@ -180,13 +186,13 @@ def broken():
     """The error of a reduce-scatter that breaks, and whether training goes on as if that step had not been."""
     plan, (first, second, *_) = base_plan("both"), batches_by_step()
     runs, results = (made(plan, 2), made(plan, 2)), []
-    begin, begun = in_flight.scatter, []
+    begin, begun = in_flight.begin_all_to_all, []
 
     def scatter(*args):
         begun.append(begin(*args))
         return _Broken() if len(begun) == 2 else begun[-1]
 
-    with patch.object(in_flight, "scatter", scatter), pytest.raises(RuntimeError) as raised:
+    with patch.object(in_flight, "begin_all_to_all", scatter), pytest.raises(RuntimeError) as raised:
         runs[0].step(first)
     for run in runs:
         run.model.begin_fit()
