@@ -28,6 +28,10 @@ class OSDPPrecision(FSDPPrecision):
     Args:
         precision: as for ``Trainer(precision=...)`` with FSDP, or ``"64-true"``, which the Trainer's own flag refuses
             for FSDP strategies: pass ``plugins=OSDPPrecision("64-true")`` instead.
+
+    Attributes:
+        writes_always: False where clipping leaves gradients alone whose norm is small enough, and waits for the device
+            to find that out.
     """
 
     def __init__(self, precision: Any = "32-true") -> None:
@@ -37,6 +41,7 @@ class OSDPPrecision(FSDPPrecision):
             self.precision: Any = "64-true"
             self._desired_input_dtype = torch.float64
         self._device = torch.device("cuda")
+        self.writes_always = True
 
     def use_device(self, device: torch.device) -> None:
         """Sets the device of autocast and of the gradient scaler."""
@@ -111,5 +116,7 @@ class OSDPPrecision(FSDPPrecision):
             # A rank without a gradient of this optimizer (fewer elements than ranks) must take part, too.
             dist.all_reduce(square)
         scale = torch.clamp(clip_val / (square.sqrt() + 1e-6), max=1.0)
+        if not self.writes_always and float(scale) == 1.0:
+            return
         for shards in buckets.values():
             torch._foreach_mul_(shards, scale.to(shards[0]))

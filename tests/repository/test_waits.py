@@ -37,6 +37,7 @@ ALLOWED = {
     ("apply/internals/in_flight.py", "end"): "on the CPU: only gloo's reduce-scatters end there",
     ("apply/updating/host_updates.py", "fill"): FOR_THE_HOST,
     ("apply/updating/updates_ahead.py", "_after"): "in a thread of its own",
+    ("apply/updating/updates_ahead.py", "_wait_for_device"): "in an optimizer's step, where updates have begun",
     ("apply/updating/updates_ahead.py", "_update"): "in a thread of its own",
     ("apply/updating/updates_ahead.py", "mark"): ON_THE_HOST,
     ("apply/updating/updates_ahead.py", "values"): "options of the optimizer",

@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.activations.offload import HostMemory
 from lightning_osdp.apply.internals import access, dtensors, host_shards
-from lightning_osdp.apply.updating import updates_ahead
 from lightning_osdp.apply.updating.host_updates import HostRows
 from lightning_osdp.apply.updating.updates_ahead import UpdatesAhead
 from lightning_osdp.planner.engine.layout import pinned_bytes
@@ -125,12 +124,11 @@ class Device:
                 (HostRows, "fill", self._fill),
                 (HostRows, "give_back", self._give_back),
                 (UpdatesAhead, "_update", self._update),
-                (UpdatesAhead, "taken", self._taken),
+                (UpdatesAhead, "_wait_for_device", self._wait_for_device),
                 (ShardedModel, "_update_ahead", self._update_ahead),
                 (host_shards._OnHost, "copy_ahead", self._copy_ahead),
                 (host_shards._OnHost, "_sent", self._sent),
                 (host_shards, "add_gradient", self._add_gradient),
-                (updates_ahead, "_is_as_computed", self._is_as_computed),
                 (FSDPParam, "to_sharded_dtensor", self._to_sharded),
                 (FSDPParamGroup, "finalize_backward", self._finalize),
             ):
@@ -181,7 +179,9 @@ class Device:
             away = (each for each in stepped if each.rows is not dtensors.local(each.parameter))
             num_bytes = sum(each.rows.nbytes for each in away if not host.keeps(each.parameter))
             self.wait(self.copy("in", num_bytes, self.free_s))
-            give_back(host, stepped)
+            with self.stretched():  # what is on the host is copied there
+                give_back(host, [each for each in stepped if host.keeps(each.parameter)])
+            give_back(host, [each for each in stepped if not host.keeps(each.parameter)])
 
         return run
 
@@ -199,24 +199,8 @@ class Device:
 
         return run
 
-    def _taken(self, taken: Callable[..., Any]) -> Callable[..., Any]:
-        def run(ahead: UpdatesAhead, *args: Any) -> Any:
-            self._local.keeps = ahead._host.keeps
-            return taken(ahead, *args)
-
-        return run
-
-    def _is_as_computed(self, is_as_computed: Callable[..., bool]) -> Callable[..., bool]:
-        def run(optimizer: Any, pairs: Sequence[Any], computed: Any) -> bool:
-            if self.computes or self._local.keeps(pairs[0][0]):  # as of all parameters of a unit
-                with self.stretched():
-                    return is_as_computed(optimizer, pairs, computed)
-            # hashes of what is on the device are its work
-            self.compute(self.update_s * sum(parameter.numel() for parameter, _ in pairs))
-            marks = updates_ahead._marks(optimizer.state.get(parameter, {}) for parameter, _ in pairs)
-            return bool(marks == computed.states)
-
-        return run
+    def _wait_for_device(self, _: Callable[..., None]) -> Callable[..., None]:
+        return lambda _: self.finish()
 
     # ---- shards on the host, and their gradients
 

@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 _MOST_LEFT_OUT = 64
 """Most steps in a row in which no update begins."""
-_SAMPLE = 1024
-"""Elements of a state that are hashed, at least."""
+_SAMPLE = 256
+"""Elements of a tensor that are hashed, at least."""
 
 
 class Updated(NamedTuple):
@@ -41,10 +41,8 @@ class _Computed(NamedTuple):
 
     fields: Mapping[int, dict[str, Any]]
     """States as the updates leave them, by id of parameters."""
-    hash: int
-    """Hash of the rows of all parameters, and of their gradients."""
-    states: object
-    """Marks of their states."""
+    marks: object
+    """Marks of parameters, gradients and states."""
 
 
 _Copies = dict[str, tuple[Any, Tensor | None]]
@@ -68,13 +66,14 @@ class _Begun(NamedTuple):
 class UpdatesAhead:
     """Updates of parameters on the host, each begun in backward for the optimizer step that follows.
 
-    An update is computed of what is there then: weights, gradient, states and options of the group. Anybody may change
-    these before the step, as clipping does, and no version tells of all changes. Therefore an update touches copies
-    alone, and the step takes those of a unit only if its weights and gradients have the bits that were copied, by their
-    hash, and options and states are as they were: states by counts, versions and samples. Else the step is computed at
-    its own place, and no update begins in the next step, then in the next two, and so on, as long as this happens
-    again. Either way these are the numbers of a step without updates ahead, for the arithmetic is that of single
-    elements.
+    An update is computed of what is there then: weights, gradient, states and options of the group. Clipping may change
+    these before the step, or somebody of whom nothing is known. Therefore an update touches copies alone, and the step
+    takes those of a unit only if its options are as they were, and its weights, gradients and states are the same
+    tensors to which nobody may have written: by their versions, by who asked for their rows or their data, and by a
+    hash of samples. Else the step is computed at its own place, and no update begins in the next step, then in the next
+    two, and so on, as long as this happens again. Where the device is through with backward before an update is begun,
+    it is computed in the step, too: there is nothing to hide behind, and it needs no copies. In any case these are the
+    numbers of a step without updates ahead, for the arithmetic is that of single elements.
 
     Copies of states take memory of the host beside these, of which there may be a limit.
 
@@ -154,6 +153,8 @@ class UpdatesAhead:
         ]
         if not pairs:
             return
+        for _, gradient in pairs:
+            dtensors.mark_shard(gradient)
         with _disable_current_modes():  # which count for the device
             copies = self._copies(optimizer, [parameter for parameter, _ in pairs])
             if copies is None:
@@ -188,19 +189,22 @@ class UpdatesAhead:
         """
         if not self._begun:
             return []
+        self._wait_for_device()
+        for begun in reversed(self._begun):
+            begun.work.cancel()  # which has no effect on what runs
         latest = {key: each for each in self._begun for key in each.stepped}
         given = {id(parameter): (parameter, gradient) for parameter, gradient in pairs}
         group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
         found, is_same = [], True
         for begun in self._begun:
-            of_step = [key for key in begun.stepped if latest[key] is begun and key in given]
-            if (not is_same or not of_step) and begun.work.cancel():
+            if begun.work.cancelled():
                 continue
+            of_step = [key for key in begun.stepped if latest[key] is begun and key in given]
             computed = begun.work.result()
             groups = {id(group_of[key]): (group_of[key], begun.options[key]) for key in of_step}
             is_own = begun.optimizer is optimizer and not _is_scaled(optimizer) and len(of_step) == len(begun.stepped)
             is_own = is_own and all(_has_options(group, options) for group, options in groups.values())
-            if is_own and _is_as_computed(optimizer, [given[key] for key in of_step], computed):
+            if is_own and _marks([given[key] for key in of_step], optimizer.state) == computed.marks:
                 found += [Updated(begun.stepped[key], computed.fields[key]) for key in of_step]
             else:
                 is_same = False
@@ -215,6 +219,11 @@ class UpdatesAhead:
             self._host.spare[id(updated.stepped.parameter)] = rows  # memory of the next copies
         self.num_taken += len(found)
         return found
+
+    def _wait_for_device(self) -> None:
+        """Returns when the device has done what was issued: until then updates hide behind it."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _leave_out(self) -> None:
         """Lets no updates begin in some steps, and says so once in a fit."""
@@ -262,9 +271,11 @@ class UpdatesAhead:
     ) -> _Computed:
         """Takes the step of an optimizer's twin on copies; runs in the thread."""
         with torch.no_grad(), self._after(ready):
+            states = {
+                parameter: {name: value for name, (value, _) in copies[id(parameter)].items()} for parameter, _ in pairs
+            }
+            marks = _marks(pairs, states)  # before anything is copied: what is written from now on is found
             self._host.fill(stepped, pairs)
-            hashed = _hash_of((each.rows, each.gradient) for each in stepped)
-            marks = _marks({name: value for name, (value, _) in copies[id(each.parameter)].items()} for each in stepped)
             twin.state = defaultdict(dict)
             for each in stepped:
                 each.rows.grad = each.gradient
@@ -276,7 +287,7 @@ class UpdatesAhead:
             finally:
                 for each in stepped:
                     each.rows.grad = None
-            return _Computed({id(each.parameter): twin.state.get(each.rows, {}) for each in stepped}, hashed, marks)
+            return _Computed({id(each.parameter): twin.state.get(each.rows, {}) for each in stepped}, marks)
 
     @contextmanager
     def _after(self, ready: Any) -> Iterator[None]:
@@ -289,18 +300,6 @@ class UpdatesAhead:
         ready.synchronize()  # rows and gradients on the host are read by no stream
         with torch.cuda.stream(self._stream):
             yield
-
-
-def _is_as_computed(optimizer: Optimizer, pairs: Sequence[tuple[DTensor, DTensor]], computed: _Computed) -> bool:
-    """Tells if parameters, their gradients and their states are what updates were computed of."""
-    marks = _marks(optimizer.state.get(parameter, {}) for parameter, _ in pairs)
-    return marks == computed.states and _hash_of(pairs) == computed.hash
-
-
-def _hash_of(pairs: Iterable[tuple[Tensor, Tensor]]) -> int:
-    """Hash of this rank's rows of parameters and of their gradients."""
-    parameters, gradients = zip(*pairs, strict=True)
-    return dtensors.hash_of(*map(dtensors.local, (*parameters, *gradients)))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,8 +317,11 @@ def _has_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     return values(group) == values(options)
 
 
-def _marks(states: Iterable[Mapping[str, Any]]) -> object:
-    """Values of states without dimensions, identities and versions of others, and a hash of samples of these."""
+def _marks(pairs: Iterable[tuple[DTensor, DTensor]], states: Mapping[Any, Mapping[str, Any]]) -> object:
+    """Marks of parameters, gradients and states, which are others once somebody has written to these, or might have.
+
+    They have states without dimensions by their values.
+    """
     samples: list[Tensor] = []
 
     def mark(value: Any) -> object:
@@ -329,9 +331,13 @@ def _marks(states: Iterable[Mapping[str, Any]]) -> object:
         if not rows.dim():
             return float(rows)
         samples.append(rows.flatten()[:: max(1, rows.numel() // _SAMPLE)])
-        return id(rows), value._version, rows._version
+        return rows.data_ptr(), dtensors.mark_of(value)
 
-    return [[(name, mark(value)) for name, value in fields.items()] for fields in states], dtensors.hash_of(*samples)
+    marks = [
+        (mark(parameter), mark(gradient), [(name, mark(value)) for name, value in states.get(parameter, {}).items()])
+        for parameter, gradient in pairs
+    ]
+    return marks, dtensors.hash_of(*sorted(samples, key=lambda each: each.device.type))  # those of one together
 
 
 def _is_scaled(optimizer: Optimizer) -> bool:

@@ -23,12 +23,15 @@ from lightning_osdp.planner.cost.peak_memory import (
 )
 from lightning_osdp.planner.cost.terms import (
     TERMS,
+    HostUpdate,
     apart_s,
     block_s,
     collective_s,
+    copied_out_s,
     copied_s,
     copies_s,
     exchanged_bytes,
+    host_updates,
     more_optimizer_s,
     optimizer_s,
     overhead_part_s,
@@ -36,13 +39,13 @@ from lightning_osdp.planner.cost.terms import (
     resource_s,
     unit_s,
     update_s,
-    updates_ahead_s,
 )
 
 __all__ = [
     "PAPER_TERMS",
     "TERMS",
     "Held",
+    "HostUpdate",
     "LargestMoments",
     "PeakMemory",
     "StepMemory",
@@ -51,6 +54,7 @@ __all__ = [
     "block_copied_bytes",
     "block_s",
     "collective_s",
+    "copied_out_s",
     "copied_s",
     "copies_s",
     "evaluation_peak",
@@ -59,6 +63,7 @@ __all__ = [
     "exchanged_bytes",
     "host_bytes",
     "host_bytes_ahead",
+    "host_updates",
     "key_of_moments",
     "more_optimizer_s",
     "optimizer_s",
@@ -72,5 +77,4 @@ __all__ = [
     "step_memory",
     "unit_s",
     "update_s",
-    "updates_ahead_s",
 ]

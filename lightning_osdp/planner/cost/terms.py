@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from lightning_osdp.core.axes import ZDP, Treatment
 from lightning_osdp.core.cluster import Cluster
@@ -24,6 +25,8 @@ from lightning_osdp.planner.engine import (
 
 _NUMBER_BYTES = 4
 """Bytes of each number on which ranks agree before inputs are exchanged."""
+_BACK = 2
+"""Bytes of the host's memory that are moved for each byte of an updated copy that becomes the shard there."""
 
 
 def communication_s(
@@ -158,18 +161,17 @@ def more_optimizer_s(step: Step, unit: UnitProfile, mode: Treatment, *, host_ren
 
         t = n host_s_per_element + 3 B host_copy_s_per_byte
 
-    It is taken to be no faster than the device. Where it has begun in backward, two things are left for the step once
-    updates are done (`updates_ahead_s`): the device hashes weights and gradient, which moves about as many bytes as an
-    update of its own, and the shard is copied back.
+    It is taken to be no faster than the device. Where it may begin in backward, see `host_updates`, the shard is still
+    to be copied back.
 
-        t = n s_per_element + B host_copy_s_per_byte
+        t = B host_copy_s_per_byte
 
-    A shard on the host is updated in place, and its gradient is copied there each of R times that it is reduced, which
-    is taken to hide behind nothing. It is cast to the C bytes that are gathered, if these are others; an update that
-    has begun in backward is hashed and copied in memory of the host. By bytes, as of `_host_s`,
+    A shard on the host is updated in place, and its gradient is copied there each of R times that it is reduced, here
+    as far as copies run beside nothing, see `copied_out_s`. It is cast to the C bytes that are gathered, if these are
+    others; an update that has begun in backward is copied back in memory of the host. By bytes, as of `_host_s`,
 
         t = n host_s_per_element + R B host_copy_s_per_byte + (B + C as cast)
-        t = R B host_copy_s_per_byte + (4 B + B + C as cast)    where it has begun in backward
+        t = (2 B + B + C as cast)    where it may begin in backward
 
     Each byte of the host's memory takes ``host_rent_s_per_byte`` on top, in the search for a bound under a limit of
     that memory. [Measured on CPU alone, where copies are in one memory.]
@@ -182,13 +184,14 @@ def more_optimizer_s(step: Step, unit: UnitProfile, mode: Treatment, *, host_ren
         copy_s = unit.trainable_bytes / num_ranks * cluster.host_copy_s_per_byte
         update_s = host_s_per_element * trainable / num_ranks
         if effects.shard_on_host:
-            copied_s = effects.counts(unit, num_micro_batches=step.workload.num_micro_batches)["reduce"] * copy_s
+            num_reduced = effects.counts(unit, num_micro_batches=step.workload.num_micro_batches)["reduce"]
+            copied_s = 0.0 if cluster.host_copies_overlap else num_reduced * copy_s
             is_cast = unit.gathered_bytes != unit.parameter_bytes
             copied_s += _host_s(unit, optimizer, (unit.trainable_bytes + unit.gathered_bytes) * is_cast) / num_ranks
-            again_s = _host_s(unit, optimizer, 4 * unit.trainable_bytes) / num_ranks
-            own_s = max(own_s, copied_s + (again_s if is_ahead(optimizer, cluster) else update_s))
+            back_s = _host_s(unit, optimizer, _BACK * unit.trainable_bytes) / num_ranks
+            own_s = max(own_s, copied_s + (back_s if is_ahead(optimizer, cluster) else update_s))
         else:
-            own_s = own_s + copy_s if is_ahead(optimizer, cluster) else max(own_s, update_s + 3 * copy_s)
+            own_s = max(own_s, copy_s if is_ahead(optimizer, cluster) else update_s + 3 * copy_s)
     if host_rent_s_per_byte:
         held = DEFAULT.layout(
             [unit],
@@ -212,33 +215,63 @@ def update_s(step: Step, modes: Sequence[Treatment], *, host_rent_s_per_byte: fl
 
 
 def is_ahead(optimizer: OptimizerProfile, cluster: Cluster) -> bool:
-    """True if updates on the host begin in backward and go on beside computing, which without streams is the host's."""
-    return optimizer.host_is_ahead and cluster.has_streams and cluster.overlaps
+    """True if updates on the host begin in backward and go on beside computing, which without streams is the host's.
 
-
-def updates_ahead_s(step: Step, modes: Sequence[Treatment]) -> Mapping[int, float]:
-    """Seconds of updates on the host that begin in backward, by unit.
-
-    For a rank's shard of n elements in B bytes, with states of S bytes, it copies the shard and its gradient, hashes
-    both, copies the states, and updates. All but the copies from the device takes the memory of the host: by its bytes,
-    of which an update in place moves 3 B + 2 S,
-
-        t = 2 B host_copy_s_per_byte + n host_s_per_element (1 + (2 B + 2 S) / (3 B + 2 S))
-
-    A shard and a gradient that are on the host are copied there, as 4 B more.
+    One rank has no collectives that could overlap.
     """
-    optimizer, cluster, found = step.profile.optimizer, step.cluster, dict[int, float]()
+    return optimizer.host_is_ahead and cluster.has_streams and (cluster.overlaps or cluster.world_size == 1)
+
+
+def copied_out_s(step: Step, modes: Sequence[Treatment]) -> Mapping[int, float]:
+    """Seconds in which gradients are copied to a shard on the host beside computing, once they are reduced, by unit."""
+    if not step.cluster.host_copies_overlap:
+        return {}
+    return {
+        place: unit.trainable_bytes / step.cluster.num_ranks(effects.sharded_over) * step.cluster.host_copy_s_per_byte
+        for place, (unit, effects) in enumerate(zip(step.units, map(effects_of, modes), strict=True))
+        if effects.shard_on_host and unit.trainable_bytes
+    }
+
+
+class HostUpdate(NamedTuple):
+    """Seconds of a unit's update on the host, copying back left out."""
+
+    beside_s: float
+    """Where it begins in backward."""
+    after_s: float
+    """Where backward is over before."""
+
+
+def host_updates(step: Step, modes: Sequence[Treatment]) -> Mapping[int, HostUpdate]:
+    """Updates on the host that may begin in backward, by unit.
+
+    For a rank's shard of n elements in B bytes, with states of S bytes, it copies the shard, its gradient and the
+    states, and updates. All but the copies from the device takes the memory of the host: by its bytes, of which an
+    update in place moves 3 B + 2 S,
+
+        t = 2 B host_copy_s_per_byte + n host_s_per_element (1 + 2 S / (3 B + 2 S))
+
+    A shard and a gradient that are on the host are copied there, as 4 B more. Updates that have not begun when backward
+    is over are computed in the step, where states, and what is on the host, are not copied:
+
+        t = 2 B host_copy_s_per_byte + n host_s_per_element
+        t = n host_s_per_element    of a shard on the host, of which nothing is copied back, either
+    """
+    optimizer, cluster, found = step.profile.optimizer, step.cluster, dict[int, HostUpdate]()
     if optimizer.host_s_per_element is None or not is_ahead(optimizer, cluster):
         return found
     for place, (unit, mode) in enumerate(zip(step.units, modes, strict=True)):
         effects, shard_bytes, states_bytes = effects_of(mode), unit.trainable_bytes, unit.optimizer_bytes
         if effects.updates_on_host and shard_bytes:
-            moved_bytes = 5 * shard_bytes + 4 * states_bytes
+            num_ranks, after_bytes = cluster.num_ranks(effects.sharded_over), 3 * shard_bytes + 2 * states_bytes
+            beside_bytes, copied_s = after_bytes + 2 * states_bytes, 2 * shard_bytes * cluster.host_copy_s_per_byte
             if effects.shard_on_host:
-                whole_s = _host_s(unit, optimizer, moved_bytes + 4 * shard_bytes)
-            else:
-                whole_s = _host_s(unit, optimizer, moved_bytes) + 2 * shard_bytes * cluster.host_copy_s_per_byte
-            found[place] = whole_s / cluster.num_ranks(effects.sharded_over)
+                beside_bytes, copied_s = beside_bytes + 4 * shard_bytes, 0.0
+                after_bytes -= _BACK * shard_bytes
+            found[place] = HostUpdate(
+                beside_s=(copied_s + _host_s(unit, optimizer, beside_bytes)) / num_ranks,
+                after_s=(copied_s + _host_s(unit, optimizer, after_bytes)) / num_ranks,
+            )
     return found
 
 

@@ -11,7 +11,7 @@ from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.planner.cost import block_s, copied_s, update_s, updates_ahead_s
+from lightning_osdp.planner.cost import block_s, copied_s, update_s
 from lightning_osdp.planner.engine import (
     DEFAULT,
     FREED,
@@ -23,7 +23,7 @@ from lightning_osdp.planner.engine import (
     effects_in,
     effects_of,
 )
-from lightning_osdp.planner.simulation.step import durations_of, timeline_of
+from lightning_osdp.planner.simulation.step import durations_of, timeline_of, with_host
 from lightning_osdp.planner.simulation.timeline import Durations
 
 _TIMELESS = frozenset({"zero", "rerun", "linger", "free", "release", "retain"})
@@ -89,8 +89,7 @@ class StepClock:
         micro_batches = self._gone_through(modes) if is_apart else self._composed(modes)
         without_blocks = self._apart(modes) if is_apart else (self._joined_s, self._places)
         durations = _with_activations(self._step, modes, *without_blocks)
-        durations = durations._replace(updates_s=updates_ahead_s(self._step, modes))
-        timeline = timeline_of(durations, self.cluster, self.engine)
+        timeline = timeline_of(with_host(durations, self._step, modes), self.cluster, self.engine)
         before: list[Event] = []
         for events in micro_batches:
             if events == before:

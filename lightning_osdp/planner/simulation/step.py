@@ -13,11 +13,12 @@ from lightning_osdp.core.step import Step
 from lightning_osdp.planner.cost import (
     PeakMemory,
     collective_s,
+    copied_out_s,
     evaluation_peak,
+    host_updates,
     overhead_part_s,
     saving_peak,
     update_s,
-    updates_ahead_s,
 )
 from lightning_osdp.planner.engine import (
     COLLECTIVES,
@@ -80,7 +81,7 @@ def simulate_step(
     step = in_modes(step, modes)
     num_micro_batches = step.workload.num_micro_batches
     simulated = engine.events_of(step, modes)
-    durations = durations_of(step, engine)._replace(updates_s=updates_ahead_s(step, modes))
+    durations = with_host(durations_of(step, engine), step, modes)
     timeline = timeline_of(durations, step.cluster, engine, keeps_intervals=True)
     moments: list[tuple[float, Moment]] = []
 
@@ -125,7 +126,7 @@ def seconds_by_link(
 ) -> Callable[[Callable[[str], float]], float]:
     """Seconds of the step of `simulate_step` as a function of a factor for collectives, by their link."""
     step = in_modes(step, modes)
-    durations = durations_of(step, engine)._replace(updates_s=updates_ahead_s(step, modes))
+    durations = with_host(durations_of(step, engine), step, modes)
     simulated = engine.events_of(step, modes)
     offered, updated_s = durations.collectives_s, update_s(step, modes)
 
@@ -143,6 +144,11 @@ def seconds_by_link(
         return timeline.total_s(step.workload.num_micro_batches) + updated_s
 
     return seconds
+
+
+def with_host(durations: Durations, step: Step, modes: Sequence[Treatment]) -> Durations:
+    """Durations with those of updates and copies of gradients on the host."""
+    return durations._replace(updates=host_updates(step, modes), copied_out_s=copied_out_s(step, modes))
 
 
 def reserved_by(moments: Sequence[Moment]) -> float:

@@ -15,9 +15,12 @@ overlaps computing, a gather begins as soon as the communicator is free and
   backward for all of them;
 - computing waits for a reduce-scatter before it copies the gradients of the next unit that is reduced: torch holds one
   input at most (``reduce_scatter_max_input_buffers``). An all-reduce between nodes is not waited for there;
+- gradients of a shard on the host are copied there once they are reduced, one copy at a time, which the end of
+  backward waits for;
 - the host may wait for some kinds of collectives (`Cluster.waits_for`), as a device without streams has it;
-- updates on the host that begin in backward are a resource of their own, first in, first out: each begins once the
-  gradients of its unit are reduced in the last micro-batch, and the optimizer's step waits for all of them.
+- updates on the host that may begin in backward are a resource of their own, first in, first out: each begins once the
+  gradients of its unit are reduced in the last micro-batch. One that has not when backward is over is computed in the
+  optimizer's step, in another number of seconds.
 
 References:
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``get_all_gather_streams``, ``wait_for_unshard``,
@@ -32,6 +35,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
+from lightning_osdp.planner.cost import HostUpdate
 from lightning_osdp.planner.engine import COLLECTIVES, HOLDING_UP, REDUCTIONS, Event
 
 COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
@@ -61,8 +65,10 @@ class Durations(NamedTuple):
     overhead_s: Mapping[str, Sequence[float]]
     """Kind of an event -> what the runtime takes for it, see `Cluster.unit_overhead`, by unit. It keeps the device from
     computing; that of gathers is charged where the unit's gradients are flattened."""
-    updates_s: Mapping[int, float] = MappingProxyType({})
-    """Unit -> seconds of its update on the host, where that begins in backward."""
+    updates: Mapping[int, HostUpdate] = MappingProxyType({})
+    """Unit -> its update on the host, where that may begin in backward."""
+    copied_out_s: Mapping[int, float] = MappingProxyType({})
+    """Unit -> seconds in which its reduced gradients are copied to the host."""
 
 
 class Timeline:
@@ -101,6 +107,7 @@ class Timeline:
         self._ready_s: dict[int, float] = {}
         self._due_s: dict[int, float] = {}  # overhead that is still to be charged
         self._copied_s = self._copied_before_s = 0.0  # when the latest unit was copied out, and the one before it
+        self._copied_out_s = 0.0  # when the latest gradients have come to the host
         self._copied_in_s = 0.0  # when the latest shard has come from the host, in the stream of what gathers send
         self._scattered_s = 0.0  # when the latest reduce-scatter is over
         self._pending: set[int] = set()  # units that are not copied out yet
@@ -196,8 +203,11 @@ class Timeline:
         self.compute_s = max(self.compute_s, self._communicate(event, micro_batch, self.compute_s))
 
     def end_backward(self) -> None:
-        """Computing goes on when all gradients are reduced."""
+        """Computing goes on when all gradients are reduced, and are where they belong."""
         self._wait_for_all()
+        if self._copied_out_s > self.compute_s:
+            self.compute_s = self._copied_out_s
+            self._wait_for_all()
         self._is_in_backward = False
         self.ends_s.append(self.now_s)
         self._slowed_s.append(self.slowed_s)
@@ -205,8 +215,8 @@ class Timeline:
             self.updates = list[Interval]()
             updated_s = 0.0
             for of, reduced_s in sorted(self._reduced_s.items(), key=itemgetter(1)):
-                start_s = max(updated_s, reduced_s)
-                updated_s = start_s + self.durations.updates_s[of]
+                start_s, update = max(updated_s, reduced_s), self.durations.updates[of]
+                updated_s = start_s + (update.beside_s if start_s <= self.now_s else update.after_s)
                 self.updates.append(Interval(HOST, Event("reduce", of), len(self.ends_s) - 2, start_s, updated_s))
             self.updating_s = max(0.0, updated_s - self.now_s)
             self._reduced_s.clear()
@@ -258,7 +268,12 @@ class Timeline:
         return end_s
 
     def _note_reduced(self, event: Event, end_s: float) -> None:
-        if event.of in self.durations.updates_s and event.kind in _COMPLETING:
+        if event.kind not in _COMPLETING:
+            return
+        if event.of in self.durations.copied_out_s:
+            end_s = max(end_s, self._copied_out_s) + self.durations.copied_out_s[event.of]
+            self._copied_out_s = end_s
+        if event.of in self.durations.updates:
             self._reduced_s[event.of] = end_s
 
     def _wait_for_all(self) -> None:

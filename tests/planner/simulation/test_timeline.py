@@ -8,8 +8,10 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.cluster import Contention
 from lightning_osdp.core.profile import OptimizerProfile
+from lightning_osdp.planner.cost import HostUpdate
 from lightning_osdp.planner.engine import FSDP2
 from lightning_osdp.planner.simulation import StepClock, simulate_step
+from lightning_osdp.planner.simulation.step import durations_of, timeline_of
 from tests.support.steps import step_of
 
 
@@ -164,9 +166,9 @@ def test_the_curve_ends_with_the_step_and_never_runs_backwards(chain, cluster):
     assert max(moment.num_bytes for _, moment in found.moments) == found.peak.peak_bytes
 
 
-AHEAD = 1 + 6 / 7
-"""Bytes of the host's memory over those of an update in place: copies of two states and hashes of weights and gradient
-move 6 bytes where the update, which reads all four and writes three, moves 7."""
+AHEAD = 1 + 4 / 7
+"""Bytes of the host's memory over those of an update in place: copies of two states move 4 bytes where the update,
+which reads weights, gradient and states, and writes all but the gradient, moves 7."""
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,9 @@ move 6 bytes where the update, which reads all four and writes three, moves 7.""
         # gradients are reduced at 18, 24 and 30, see above; each copy of 50 bytes takes so many seconds
         ((1, 2, 3), 2.0, 0.0, 2.0),
         ((1, 2, 3), 5.0, 0.0, 5.0),
-        ((1, 2, 3), 8.0, 0.0, 12.0),  # 18 to 26, 26 to 34, 34 to 42
-        ((1, 2, 3), 6.0, 1.0, 12.0 + 3 * 1.0),  # the same with two copies; the optimizer's step copies all back
+        ((1, 2, 3), 8.0, 0.0, 4.0 + 8.0 / AHEAD),  # 18 to 26, 26 to 34, and then in the step, without copies of states
+        # the same with two copies each; the optimizer's step copies all back
+        ((1, 2, 3), 6.0, 1.0, 4.0 + 6.0 / AHEAD + 2 * 1.0 + 3 * 1.0),
         ((3,), 8.0, 0.0, 0.0),
         ((2, 3), 8.0, 0.0, 4.0),
         ((1,), 8.0, 0.0, 8.0),
@@ -211,6 +214,40 @@ def test_updates_on_the_host_run_beside_backward(
         assert estimated.exposed_communication_s == pytest.approx(device_s - 27 * num_micro_batches)
         found[is_ahead, has_streams] = estimated.time_s - device_s
         updates = [round(each.end_s - each.start_s, 6) for each in estimated.updates]
-        assert updates == [update_s + 2 * copy_s] * len(hosted) * (is_ahead and has_streams)
+        expected = [(update_s if begins else update_s / AHEAD) + 2 * copy_s for begins in (True, True, more_s <= 8.0)]
+        assert updates == pytest.approx(expected[: len(hosted)] if is_ahead and has_streams else [])
     waiting_s = len(hosted) * (update_s / AHEAD + 3 * copy_s)
     assert found == pytest.approx({(True, True): more_s, (True, False): waiting_s, (False, True): waiting_s})
+
+
+@pytest.mark.parametrize("contention", CONTENTIONS)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("copied_s", "more_s", "began_s"),
+    [
+        # gradients are reduced at 18, 24 and 30, see above
+        (2.0, 2.0, [20, 26, 32]),
+        (8.0, 12.0, [26, 34, 42]),  # 18 to 26, 26 to 34, 34 to 42
+    ],
+)
+def test_backward_ends_when_gradients_have_come_to_the_host(
+    chain, cluster, contention, num_micro_batches, copied_s, more_s, began_s
+):
+    ranks = dataclasses.replace(cluster(2, seconds_per_byte=1 / 50), overlaps=True, contention=contention)
+    step = dataclasses.replace(step_of(chain(), num_micro_batches=num_micro_batches), cluster=ranks)
+    engine, found = FSDP2(**EXPLICIT), []
+    for seconds in (0.0, copied_s):
+        durations = durations_of(step, engine)._replace(
+            updates=dict.fromkeys((1, 2, 3), HostUpdate(beside_s=0.5, after_s=0.25)),
+            copied_out_s=dict.fromkeys((1, 2, 3), seconds),
+        )
+        timeline = timeline_of(durations, ranks, engine)
+        for events in engine.events_of(step, [DP, ZDP, ZDP, ZDP]):
+            for event in events:
+                timeline.read(event)
+            timeline.end_backward()
+        found.append(timeline)
+    device, host = (each.total_s(num_micro_batches) for each in found)
+    assert host - device == pytest.approx(more_s * num_micro_batches)
+    before_s = found[1].ends_s[-2]
+    assert [each.start_s - before_s for each in found[1].updates] == pytest.approx(began_s)

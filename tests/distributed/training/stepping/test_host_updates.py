@@ -5,6 +5,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,13 @@ NAMES = tuple(name for name in CLASSES if name != "Adagrad")
 # ---- the arithmetic
 
 
+def all_begin():
+    """Context in which all updates that can begin in backward do, and none is left for the step."""
+    return mock.patch.object(
+        updates_ahead.UpdatesAhead, "_wait_for_device", lambda ahead: wait([begun.work for begun in ahead._begun])
+    )
+
+
 @contextlib.contextmanager
 def partly_on_host(optimizer):
     """Steps of which the host takes two thirds, and half of these in two units that begin ahead."""
@@ -71,7 +79,7 @@ def partly_on_host(optimizer):
     host = HostRows(held, CPU)
     ahead = updates_ahead.UpdatesAhead(host, CPU)
     ahead.begin_fit(is_on=True)
-    with stepping_on_rows(optimizer, host, ahead):
+    with all_begin(), stepping_on_rows(optimizer, host, ahead):
         for unit in (held[::4], held[1::4]):
             ahead.begin(unit)
         yield
@@ -273,6 +281,43 @@ def test_a_step_takes_no_update_of_what_has_changed_since_backward(ranks):
         assert failed == "no update"
 
 
+def late():
+    """Returns if steps are those without updates ahead where the second of two updates comes too late, and how many are
+    taken from backward.
+    """
+    found, update = [], updates_ahead.UpdatesAhead._update
+
+    def held_up(ahead, *args):
+        deadline_s = time.monotonic() + 60
+        while not any(begun.work.cancelled() for begun in ahead._begun) and time.monotonic() < deadline_s:
+            time.sleep(1e-3)
+        return update(ahead, *args)
+
+    for is_ahead in (True, False):
+        parameters = [nn.Parameter(cut(torch.ones(6, 2) * number)) for number in (1, 2)]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        host = HostRows(parameters, CPU)
+        ahead = updates_ahead.UpdatesAhead(host, CPU)
+        ahead.begin_fit(is_on=is_ahead)
+        with mock.patch.object(updates_ahead.UpdatesAhead, "_update", held_up):
+            for _ in range(3):
+                with stepping_on_rows(optimizer, host, ahead):
+                    for parameter in parameters:
+                        parameter.grad = parameter.detach() * 0.3
+                    for parameter in parameters:
+                        ahead.begin([parameter])
+                        while is_ahead and not ahead._begun[0].work.running():
+                            time.sleep(1e-3)
+                    optimizer.step()
+        states = [(name, local(value)) for p in parameters for name, value in optimizer.state[p].items()]
+        found.append(([local(p) for p in parameters], states, ahead.num_taken))
+    return is_equal(*found), found[0][2]
+
+
+def test_updates_that_have_not_begun_when_backward_is_over_are_those_of_the_step(ranks):
+    assert ranks(2).run(late) == [(True, 3)] * 2
+
+
 FAILING = """
 import os, threading
 import lightning as L
@@ -316,7 +361,9 @@ def fits(name, optimizer, dtype, number=2, shard="device", num_micro_batches=1, 
     plan = plan_for(build(name, optimizer, dtype), modes, world_size=world_size, num_micro_batches=num_micro_batches)
     ddp, _, _ = trained(DDPStrategy(process_group_backend="gloo"), name, optimizer, dtype, **options)
     device, losses, _ = trained(OSDPStrategy(plan=plan), name, optimizer, dtype, **options)
-    ours, own_losses, fit = trained(OSDPStrategy(plan=hosted(plan, number, shard)), name, optimizer, dtype, **options)
+    own = hosted(plan, number, shard)
+    with all_begin():
+        ours, own_losses, fit = trained(OSDPStrategy(plan=own), name, optimizer, dtype, **options)
     start = build(name, optimizer, dtype).state_dict()
     host = fit.strategy._sharded.host
     held = [host.holds(p) for group in fit.optimizers[0].param_groups for p in group["params"]]
