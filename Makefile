@@ -41,7 +41,7 @@ help:
 	@echo "make lint | types | docs | unit   one part of it"
 	@echo "make faults kill ranks 20 times, inside saving too, and resume; have them raise, stall and terminate"
 	@echo "make soak   train on four ranks for an hour, and see that nothing grows"
-	@echo "make gpu-check  everything that is assumed of CUDA, one line PASS or FAIL each: 15 minutes on one GPU"
+	@echo "make gpu-check  everything that is assumed of CUDA, one line PASS or FAIL each: 4 minutes on one GPU"
 	@echo "make clean  remove .venv, caches and built docs"
 
 demo: $(INSTALLED)

@@ -5,7 +5,7 @@
     make gpu-check
     python benchmarks/gpu_check.py --checks [links,order]
 
-With one device it takes about 15 minutes, and more with two, of which the first two are used. Without one, it runs its
+With one device it takes about 4 minutes, and more with two, of which the first two are used. Without one, it runs its
 emulated half: a made-up clock and memory, an accelerator of fake tensors, and the same checks on CPU, where they check
 themselves and times decide nothing. The exit code is the number of lines that say FAIL.
 """

@@ -25,7 +25,7 @@ from lightning_osdp.planner.engine import FSDP2, effects_of
 _NAMES = ("nodes", "node")
 NODE_GROUPS = tuple(f"mesh_{name}" for name in _NAMES)
 """Names that torch gives the process groups of a mesh of nodes."""
-OVER_ALL = 'SearchSpace(modes=("ZDP", "hpZ", "DP"))'
+OVER_ALL = 'SearchSpace(modes=("ZDP", "hpZ", "DP", "resident"))'
 """Search space without the modes that shard in the node."""
 ONE_MESH = dict.fromkeys(
     ("with different meshes", "cross-mesh operation", "must have the same mesh", "cross mesh concatenation"),

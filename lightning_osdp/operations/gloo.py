@@ -22,7 +22,7 @@ from typing_extensions import override
 
 _FIRST_TAG, _NUM_TAGS = 1 << 24, 1 << 24
 """Tags of messages, one for each collective of a group in turn: users, who may send their own, are not likely to have
-any of these, and messages of a collective that others did not begin are never taken for those of the next one."""
+any of these, and ranks that are in another collective than others wait, but where they are as many behind."""
 _LEAST_BYTES = 128 * 2**10
 """Bytes from one rank to another from which on messages are better than gloo's own collective: each of them is waited
 for, by which ranks that share cores lose a millisecond or two."""
@@ -58,18 +58,23 @@ class _Messages(dist.Work):
 
     def __init__(self, works: Sequence[dist.Work], among: _OfGroup) -> None:
         super().__init__()
-        self._works, self._not_ended = works, among.not_ended
+        self._works, self._not_ended = deque(works), among.not_ended
         self._not_ended.append(self)
 
     @override
     def wait(self, timeout: Any = None) -> bool:
-        """Waits until everything is received, and what was sent may be touched again.
+        """Waits until everything is received, and what was sent may be touched again; then it does nothing.
 
         Raises:
             RuntimeError: a rank is gone, or has not come within the group's timeout.
         """
-        for work in self._works:
-            work.wait() if timeout is None else work.wait(timeout)
+        while self._works:
+            work = self._works.popleft()  # gloo would wait for ever for one that has ended, as if Ctrl-C came then
+            try:
+                work.wait() if timeout is None else work.wait(timeout)
+            except RuntimeError:
+                self._works.appendleft(work)
+                raise
         while self in self._not_ended:
             self._not_ended.popleft()
         return True

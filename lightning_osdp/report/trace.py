@@ -23,7 +23,7 @@ from lightning_osdp.planner.simulation import Interval, StepEstimate, planned_ac
 
 STREAMS = ("compute", "communication", "copy", "host")
 """Rows of the trace: what the device computes, the collectives, copies of activations to host memory and back and of
-shards from there, and updates on the host beside backward."""
+shards from there, and updates on the host that may begin in backward."""
 _COLLECTIVES = {
     "copy_in": "shard from the host",
     "gather": "all-gather",

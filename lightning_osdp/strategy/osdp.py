@@ -65,8 +65,9 @@ class OSDPStrategy(FSDPStrategy):
     Args:
         memory_limit: bytes that tensors of one rank may take in every phase of a step, as an int or a text such as
             ``"8GiB"`` (2^30) or ``"500MB"`` (10^6): parameters, gathered copies, gradients, optimizer state,
-            activations, buffers and the batch. A percentage such as ``"90%"`` is of what is free on the GPU, or of the
-            rank's share of the machine's available memory on CPU; None: all of that, with ``batch_size="scale"`` 95%.
+            activations, buffers and the batch. A percentage such as ``"90%"`` is of nine tenths of what is free on the
+            GPU, or of the rank's share of the machine's available memory on CPU; None: all of that, with
+            ``batch_size="scale"`` 95%.
         host_memory_limit: bytes of the host's memory, as an int or a text, that a rank may take for optimizer states
             that are there, with copies of shards and gradients, for shards of units, and for activations that
             blocks offload; None: the rank's share of what is free on its machine.

@@ -17,7 +17,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from lightning_osdp.errors import ConfigurationError
 
 _SHARD = "_osdp_shard"
-"""Attribute that marks parameters as shards of a unit: how often somebody asked for what may be written to unseen."""
+"""Attribute that marks parameters as shards of a unit, and gradients of which updates have begun: how often somebody
+asked for what may be written to unseen."""
 _PIECES = 2**14, 2**17
 """Least and most words of 8 bytes that are hashed at once, beside 16 to 24 bytes for each; between, a 64th of a tensor
 is."""
@@ -56,6 +57,11 @@ def set_values() -> None:
 def mark_shard(parameter: Tensor) -> None:
     """Marks a parameter as a shard for `set_values` and `num_accesses`."""
     vars(parameter)[_SHARD] = 0
+
+
+def unmark(tensor: Tensor) -> None:
+    """Takes that mark away."""
+    vars(tensor).pop(_SHARD, None)
 
 
 def num_accesses(parameter: Tensor) -> int:

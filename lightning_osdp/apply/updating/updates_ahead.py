@@ -37,12 +37,12 @@ class Updated(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """Updates of a unit, with marks of what they were computed of."""
+    """Updates of a unit."""
 
     fields: Mapping[int, dict[str, Any]]
     """States as the updates leave them, by id of parameters."""
-    marks: object
-    """Marks of parameters, gradients and states."""
+    hash: int
+    """Hash of samples of what they were computed of."""
 
 
 _Copies = dict[str, tuple[Any, Tensor | None]]
@@ -55,6 +55,10 @@ class _Begun(NamedTuple):
     optimizer: Optimizer
     stepped: Mapping[int, Stepped]
     """Parameters by id."""
+    pairs: Sequence[tuple[DTensor, DTensor]]
+    """These parameters, with their gradients."""
+    marks: object
+    """Marks of parameters, gradients and states, when the update was begun."""
     options: Mapping[int, Mapping[str, Any]]
     """Options of the group of each parameter, by id."""
     copies: Mapping[int, _Copies]
@@ -69,11 +73,12 @@ class UpdatesAhead:
     An update is computed of what is there then: weights, gradient, states and options of the group. Clipping may change
     these before the step, or somebody of whom nothing is known. Therefore an update touches copies alone, and the step
     takes those of a unit only if its options are as they were, and its weights, gradients and states are the same
-    tensors to which nobody may have written: by their versions, by who asked for their rows or their data, and by a
-    hash of samples. Else the step is computed at its own place, and no update begins in the next step, then in the next
-    two, and so on, as long as this happens again. Where the device is through with backward before an update is begun,
-    it is computed in the step, too: there is nothing to hide behind, and it needs no copies. In any case these are the
-    numbers of a step without updates ahead, for the arithmetic is that of single elements.
+    tensors to which nobody is known to have written: by their versions, by how often rows or data of weights and
+    gradients were asked for, and by a hash of samples. Else the step is computed at its own place, and no update begins
+    in the next step, then in the next two, and so on, as long as this happens again. Where the device is through with
+    backward before an update is begun, it is computed in the step, too: there is nothing to hide behind, and it needs
+    no copies. In any case these are the numbers of a step without updates ahead, for the arithmetic is that of single
+    elements.
 
     Copies of states take memory of the host beside these, of which there may be a limit.
 
@@ -131,6 +136,9 @@ class UpdatesAhead:
             yield
         finally:
             wait([each.work for each in self._begun])
+            for begun in self._begun:
+                for _, gradient in begun.pairs:
+                    dtensors.unmark(gradient)
             self._optimizer, self._groups, self._begun = None, {}, []
 
     def begin(self, parameters: Iterable[Tensor], ready: Any = None) -> None:
@@ -160,6 +168,7 @@ class UpdatesAhead:
             if copies is None:
                 return
             stepped = self._host.places(pairs)
+            marks, _ = _marks(pairs, optimizer.state)  # before the thread reads: later writes have later versions
         options = [_options(group) for group in optimizer.param_groups]
         rows: list[list[Tensor]] = [[] for _ in options]
         for each in stepped:
@@ -173,6 +182,8 @@ class UpdatesAhead:
             _Begun(
                 optimizer=optimizer,
                 stepped={id(each.parameter): each for each in stepped},
+                pairs=pairs,
+                marks=marks,
                 options={id(each.parameter): options[self._groups[id(each.parameter)]] for each in stepped},
                 copies=copies,
                 work=self._thread.submit(self._update, twin, stepped, pairs, copies, ready),
@@ -193,18 +204,21 @@ class UpdatesAhead:
         for begun in reversed(self._begun):
             begun.work.cancel()  # which has no effect on what runs
         latest = {key: each for each in self._begun for key in each.stepped}
-        given = {id(parameter): (parameter, gradient) for parameter, gradient in pairs}
+        given = {id(parameter): gradient for parameter, gradient in pairs}
         group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
         found, is_same = [], True
         for begun in self._begun:
             if begun.work.cancelled():
                 continue
-            of_step = [key for key in begun.stepped if latest[key] is begun and key in given]
+            # those that no rank has used have no gradients any more
+            of_step = [id(parameter) for parameter, _ in begun.pairs if id(parameter) in given]
             computed = begun.work.result()
             groups = {id(group_of[key]): (group_of[key], begun.options[key]) for key in of_step}
-            is_own = begun.optimizer is optimizer and not _is_scaled(optimizer) and len(of_step) == len(begun.stepped)
+            is_own = begun.optimizer is optimizer and not _is_scaled(optimizer)
+            is_own = is_own and all(latest[key] is begun for key in begun.stepped)
             is_own = is_own and all(_has_options(group, options) for group, options in groups.values())
-            if is_own and _marks([given[key] for key in of_step], optimizer.state) == computed.marks:
+            is_own = is_own and all(given.get(id(each), gradient) is gradient for each, gradient in begun.pairs)
+            if is_own and _is_as_begun(begun, computed):
                 found += [Updated(begun.stepped[key], computed.fields[key]) for key in of_step]
             else:
                 is_same = False
@@ -274,7 +288,8 @@ class UpdatesAhead:
             states = {
                 parameter: {name: value for name, (value, _) in copies[id(parameter)].items()} for parameter, _ in pairs
             }
-            marks = _marks(pairs, states)  # before anything is copied: what is written from now on is found
+            _, samples = _marks(pairs, states)
+            hashed = _hash_of(samples)  # before anything is copied: what is written from then on is found
             self._host.fill(stepped, pairs)
             twin.state = defaultdict(dict)
             for each in stepped:
@@ -287,7 +302,7 @@ class UpdatesAhead:
             finally:
                 for each in stepped:
                     each.rows.grad = None
-            return _Computed({id(each.parameter): twin.state.get(each.rows, {}) for each in stepped}, marks)
+            return _Computed({id(each.parameter): twin.state.get(each.rows, {}) for each in stepped}, hashed)
 
     @contextmanager
     def _after(self, ready: Any) -> Iterator[None]:
@@ -317,10 +332,24 @@ def _has_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     return values(group) == values(options)
 
 
-def _marks(pairs: Iterable[tuple[DTensor, DTensor]], states: Mapping[Any, Mapping[str, Any]]) -> object:
-    """Marks of parameters, gradients and states, which are others once somebody has written to these, or might have.
+def _is_as_begun(begun: _Begun, computed: _Computed) -> bool:
+    """Tells if parameters, gradients and states are what updates were computed of."""
+    marks, samples = _marks(begun.pairs, begun.optimizer.state)
+    return marks == begun.marks and _hash_of(samples) == computed.hash
 
-    They have states without dimensions by their values.
+
+def _hash_of(samples: Iterable[Tensor]) -> int:
+    """Hash of samples, those of one device together."""
+    return dtensors.hash_of(*sorted(samples, key=lambda each: each.device.type))
+
+
+def _marks(
+    pairs: Iterable[tuple[DTensor, DTensor]], states: Mapping[Any, Mapping[str, Any]]
+) -> tuple[object, list[Tensor]]:
+    """Marks of parameters, gradients and states, and samples of them.
+
+    Marks are others once somebody has written to these, or might have; they have states without dimensions by their
+    values.
     """
     samples: list[Tensor] = []
 
@@ -337,7 +366,7 @@ def _marks(pairs: Iterable[tuple[DTensor, DTensor]], states: Mapping[Any, Mappin
         (mark(parameter), mark(gradient), [(name, mark(value)) for name, value in states.get(parameter, {}).items()])
         for parameter, gradient in pairs
     ]
-    return marks, dtensors.hash_of(*sorted(samples, key=lambda each: each.device.type))  # those of one together
+    return marks, samples
 
 
 def _is_scaled(optimizer: Optimizer) -> bool:

@@ -167,7 +167,7 @@ def more_optimizer_s(step: Step, unit: UnitProfile, mode: Treatment, *, host_ren
         t = B host_copy_s_per_byte
 
     A shard on the host is updated in place, and its gradient is copied there each of R times that it is reduced, here
-    as far as copies run beside nothing, see `copied_out_s`. It is cast to the C bytes that are gathered, if these are
+    where nothing is computed meanwhile, see `copied_out_s`. It is cast to the C bytes that are gathered, if these are
     others; an update that has begun in backward is copied back in memory of the host. By bytes, as of `_host_s`,
 
         t = n host_s_per_element + R B host_copy_s_per_byte + (B + C as cast)
@@ -185,7 +185,7 @@ def more_optimizer_s(step: Step, unit: UnitProfile, mode: Treatment, *, host_ren
         update_s = host_s_per_element * trainable / num_ranks
         if effects.shard_on_host:
             num_reduced = effects.counts(unit, num_micro_batches=step.workload.num_micro_batches)["reduce"]
-            copied_s = 0.0 if cluster.host_copies_overlap else num_reduced * copy_s
+            copied_s = 0.0 if _copies_out_beside(cluster, num_reduced) else num_reduced * copy_s
             is_cast = unit.gathered_bytes != unit.parameter_bytes
             copied_s += _host_s(unit, optimizer, (unit.trainable_bytes + unit.gathered_bytes) * is_cast) / num_ranks
             back_s = _host_s(unit, optimizer, _BACK * unit.trainable_bytes) / num_ranks
@@ -223,14 +223,24 @@ def is_ahead(optimizer: OptimizerProfile, cluster: Cluster) -> bool:
 
 
 def copied_out_s(step: Step, modes: Sequence[Treatment]) -> Mapping[int, float]:
-    """Seconds in which gradients are copied to a shard on the host beside computing, once they are reduced, by unit."""
-    if not step.cluster.host_copies_overlap:
-        return {}
-    return {
-        place: unit.trainable_bytes / step.cluster.num_ranks(effects.sharded_over) * step.cluster.host_copy_s_per_byte
-        for place, (unit, effects) in enumerate(zip(step.units, map(effects_of, modes), strict=True))
-        if effects.shard_on_host and unit.trainable_bytes
-    }
+    """Seconds in which gradients are copied to a shard on the host beside computing, once they are reduced, by unit.
+
+    References:
+        torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (``foreach_reduce``): gradients that are added to
+        others on the host are waited for.
+    """
+    cluster, found = step.cluster, dict[int, float]()
+    for place, (unit, effects) in enumerate(zip(step.units, map(effects_of, modes), strict=True)):
+        if effects.shard_on_host and unit.trainable_bytes:
+            num_reduced = effects.counts(unit, num_micro_batches=step.workload.num_micro_batches)["reduce"]
+            if _copies_out_beside(cluster, num_reduced):
+                shard_bytes = unit.trainable_bytes / cluster.num_ranks(effects.sharded_over)
+                found[place] = shard_bytes * cluster.host_copy_s_per_byte
+    return found
+
+
+def _copies_out_beside(cluster: Cluster, num_reduced: float) -> bool:
+    return cluster.host_copies_overlap and num_reduced == 1 and (cluster.overlaps or cluster.world_size == 1)
 
 
 class HostUpdate(NamedTuple):

@@ -62,11 +62,11 @@ class StepEstimate:
     intervals: tuple[Interval, ...] = ()
     """Events of computing and of the communicators, with their times, in the micro-batches that were simulated."""
     updates: tuple[Interval, ...] = ()
-    """Updates on the host that begin in backward, in the last of these micro-batches and after it."""
+    """Updates on the host that may begin in backward, in the last of these micro-batches and after it."""
 
     @property
     def exposed_communication_s(self) -> float:
-        """Seconds in which computing waits for collectives."""
+        """Seconds in which computing waits for collectives, or for gradients on their way to the host."""
         return max(0.0, self.time_s - self.compute_s - self.overhead_s - self.contention_s)
 
 

@@ -46,7 +46,7 @@ from lightning_osdp.strategy.runtime.all_ranks import host_group, on_all_ranks, 
 
 UNVALIDATED = (
     "unvalidated on CUDA: predictions were compared with measurements of one model on one GPU, whose bytes were right"
-    " and whose steps took up to 14% longer, and 2.3 times as long where the host updates; on several GPUs with none"
+    " and whose steps took up to 15% longer, and 2.3 times as long where the host updates; on several GPUs with none"
 )
 """Note in each plan of a fit on GPUs."""
 

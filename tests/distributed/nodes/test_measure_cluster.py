@@ -63,7 +63,7 @@ def test_all_ranks_see_the_same_cluster_and_its_links_take_time(ranks, available
     assert first.agreement.ring_s(1000, world_size) > 0
     for link in (first.all_gather, first.reduce_scatter):
         assert link.latency_s >= 0
-        assert link.seconds_per_byte > 0
+        assert link.seconds_per_byte >= 0  # 0 where a machine was busy with the smaller of the two largest collectives
         assert link.ring_s(1000, world_size) > 0
 
 

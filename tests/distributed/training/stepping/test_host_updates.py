@@ -197,6 +197,10 @@ CHANGES = {
     "the gradient as another": lambda parameter, _: setattr(parameter, "grad", parameter.grad * 2),
     "weights": lambda parameter, _: parameter.mul_(0.9),
     "weights through data": lambda parameter, _: parameter.data.mul_(0.9),
+    "an element of rows of the gradient": lambda parameter, _: local(parameter.grad).view(-1)[1:2].mul_(0.5),
+    "an element of the gradient unseen": lambda parameter, _: parameter.grad.to_local().data.view(-1)[1:2].mul_(0.5),
+    "an element of the gradient through data": lambda parameter, _: parameter.grad.data[1:2].mul_(0.5),
+    "an element of rows of weights": lambda parameter, _: local(parameter).view(-1)[1:2].mul_(0.9),
     "options": lambda _, optimizer: optimizer.param_groups[0].update(lr=0.01),
     "options in place": lambda _, optimizer: optimizer.param_groups[0]["lr"].mul_(0.5),
     "states": lambda _, optimizer: [f["exp_avg"].mul_(0.5) for f in optimizer.state.values() if "exp_avg" in f],
@@ -207,6 +211,8 @@ CHANGES = {
     "step counts": lambda _, optimizer: [f["step"].add_(1) for f in optimizer.state.values() if f],
 }
 """Changes between backward and an optimizer step."""
+ROWS = 1200
+"""Rows of weights, so many that every second element of a rank's alone is part of samples."""
 
 
 def stepped_ahead(change, is_ahead=True, steps=3, changing=10, room_bytes=None, **options):
@@ -214,7 +220,7 @@ def stepped_ahead(change, is_ahead=True, steps=3, changing=10, room_bytes=None, 
 
     Changes are made in the first steps alone.
     """
-    parameters = [nn.Parameter(cut(torch.ones(6, 2) * number)) for number in (1, 2)]
+    parameters = [nn.Parameter(cut(torch.ones(ROWS, 2) * number)) for number in (1, 2)]
     for parameter in parameters:
         dtensors.mark_shard(parameter)
     lr = torch.tensor(0.1) if change == "options in place" else 0.1
@@ -256,7 +262,7 @@ def taken_ahead():
             ours, other = (stepped_ahead(change, is_ahead, **how) for is_ahead in (True, False))
             found.setdefault(change, []).append((is_equal(ours, other), ours[2]))
     found["room"] = [
-        stepped_ahead("nothing", room_bytes=room_bytes)[2] for room_bytes in (2 * 6 * 4 + 4, 2 * 6 * 4 + 3)
+        stepped_ahead("nothing", room_bytes=room_bytes)[2] for room_bytes in (2 * ROWS * 4 + 4, 2 * ROWS * 4 + 3)
     ]
     clipped = [stepped_ahead("the gradient in place", is_ahead, steps=9, changing=3) for is_ahead in (True, False)]
     with mock.patch.object(updates_ahead, "arithmetic", side_effect=ArithmeticError("no update")):
@@ -312,6 +318,33 @@ def late():
         states = [(name, local(value)) for p in parameters for name, value in optimizer.state[p].items()]
         found.append(([local(p) for p in parameters], states, ahead.num_taken))
     return is_equal(*found), found[0][2]
+
+
+def unused():
+    """Returns if steps are those without updates ahead where one of two weights of a unit turns out to have no
+    gradient, and how many are taken from backward.
+    """
+    found = []
+    for is_ahead in (True, False):
+        parameters = [nn.Parameter(cut(torch.ones(6, 2) * number)) for number in (1, 2)]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        host = HostRows(parameters, CPU)
+        ahead = updates_ahead.UpdatesAhead(host, CPU)
+        ahead.begin_fit(is_on=is_ahead)
+        for _ in range(3):
+            with all_begin(), stepping_on_rows(optimizer, host, ahead):
+                for parameter in parameters:
+                    parameter.grad = parameter.detach() * 0.3
+                ahead.begin(parameters)
+                parameters[1].grad = None
+                optimizer.step()
+        states = [(name, local(value)) for p in parameters for name, value in optimizer.state[p].items()]
+        found.append(([local(p) for p in parameters], states, ahead.num_taken))
+    return is_equal(*found), found[0][2]
+
+
+def test_weights_that_no_rank_has_used_keep_no_others_waiting(ranks):
+    assert ranks(2).run(unused) == [(True, 3)] * 2
 
 
 def test_updates_that_have_not_begun_when_backward_is_over_are_those_of_the_step(ranks):

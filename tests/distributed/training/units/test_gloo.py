@@ -2,6 +2,7 @@
 
 import random
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -75,6 +76,23 @@ def dropped():
     return counted.item()
 
 
+def waited_for_twice():
+    """Tells if collectives that are waited for once more give what they gave."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    own = torch.full((MANY,), float(dist.get_rank()))
+    whole, received = (torch.full((MANY * dist.get_world_size(),), -1.0) for _ in range(2))
+    expected = torch.arange(float(dist.get_world_size())).repeat_interleave(MANY)
+    for begun, found in (
+        (AllGather()(whole, own, group, async_op=True), whole),
+        (begin_all_to_all(received, own.repeat(dist.get_world_size()), group), received),
+    ):
+        for _ in range(3):
+            begun.wait()
+            if not torch.equal(found, expected):
+                return False
+    return True
+
+
 def of_one_rank():
     """Tells if a rank gets what it gives in a group of its own."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
@@ -119,3 +137,8 @@ def test_a_rank_alone_gets_its_own(ranks):
 
 def test_nothing_is_exchanged_of_nothing(ranks):
     assert ranks(2).run(of_empty) == [0, 0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_collective_that_has_ended_is_not_waited_for(ranks, world_size):
+    assert ranks(world_size).run(waited_for_twice) == [True] * world_size
