@@ -333,9 +333,8 @@ class OSDPStrategy(FSDPStrategy):
         host = self._sharded.host
         why_wait = why_updates_wait(self._trainer, self.optimizers) if len(host) else None
         self._sharded.begin_fit(updates_ahead=why_wait is None)
-        if isinstance(
-            self.precision_plugin, OSDPPrecision
-        ):  # updates that have begun are not taken of what is written to
+        if isinstance(self.precision_plugin, OSDPPrecision):
+            # updates that have begun in backward are not taken once gradients are written to, by a factor of 1 as well
             self.precision_plugin.writes_always = why_wait is not None or not len(host)
         is_manual = not self._trainer.lightning_module.automatic_optimization
         found = (is_manual or runs(self._trainer) for runs in (writes_between_steps, runs_after_backward))
