@@ -81,7 +81,7 @@ class OSDPStrategy(FSDPStrategy):
             training loader only.
         search: ``"depth_first"`` (the paper's, exact), ``"greedy"`` (near-instant; its gap may be larger) or
             ``"exhaustive"`` (for a few operators).
-        search_space: limits on what the plan may choose; None: everything.
+        search_space: limits on what the plan may choose; None: the defaults of `SearchSpace`.
         global_batch_size: samples of all ranks in an optimizer step; None: those that loaders and
             ``accumulate_grad_batches`` make. Not with ``batch_size="scale"``.
         accumulate_in_fp32: True has gradients accumulate in float32 under mixed precision: each micro-batch then

@@ -186,9 +186,9 @@ class Device:
         return run
 
     def _update(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with self.stretched():
-                return update(*args)
+                return update(*args, **kwargs)
 
         return run
 

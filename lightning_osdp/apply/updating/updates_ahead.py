@@ -168,7 +168,7 @@ class UpdatesAhead:
             if copies is None:
                 return
             stepped = self._host.places(pairs)
-            marks, _ = _marks(pairs, optimizer.state)  # before the thread reads: later writes have later versions
+            marks, marked = _marks(pairs, optimizer.state)  # before the thread reads: later writes have later versions
         options = [_options(group) for group in optimizer.param_groups]
         rows: list[list[Tensor]] = [[] for _ in options]
         for each in stepped:
@@ -186,7 +186,7 @@ class UpdatesAhead:
                 marks=marks,
                 options={id(each.parameter): options[self._groups[id(each.parameter)]] for each in stepped},
                 copies=copies,
-                work=self._thread.submit(self._update, twin, stepped, pairs, copies, ready),
+                work=self._thread.submit(self._update, twin, stepped, pairs, copies, marked=marked, ready=ready),
             )
         )
 
@@ -281,15 +281,13 @@ class UpdatesAhead:
         stepped: Sequence[Stepped],
         pairs: Sequence[tuple[DTensor, DTensor]],
         copies: Mapping[int, _Copies],
+        *,
+        marked: Sequence[Tensor],
         ready: Any,
     ) -> _Computed:
         """Takes the step of an optimizer's twin on copies; runs in the thread."""
         with torch.no_grad(), self._after(ready):
-            states = {
-                parameter: {name: value for name, (value, _) in copies[id(parameter)].items()} for parameter, _ in pairs
-            }
-            _, samples = _marks(pairs, states)
-            hashed = _hash_of(samples)  # before anything is copied: what is written from then on is found
+            hashed = _hash_of_samples(marked)  # before anything is copied: what is written from then on is found
             self._host.fill(stepped, pairs)
             twin.state = defaultdict(dict)
             for each in stepped:
@@ -334,24 +332,25 @@ def _has_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 
 def _is_as_begun(begun: _Begun, computed: _Computed) -> bool:
     """Tells if parameters, gradients and states are what updates were computed of."""
-    marks, samples = _marks(begun.pairs, begun.optimizer.state)
-    return marks == begun.marks and _hash_of(samples) == computed.hash
+    marks, marked = _marks(begun.pairs, begun.optimizer.state)
+    return marks == begun.marks and _hash_of_samples(marked) == computed.hash
 
 
-def _hash_of(samples: Iterable[Tensor]) -> int:
-    """Hash of samples, those of one device together."""
+def _hash_of_samples(marked: Iterable[Tensor]) -> int:
+    """Hash of samples of tensors, those of one device together."""
+    samples = [rows.flatten()[:: max(1, rows.numel() // _SAMPLE)] for rows in marked]
     return dtensors.hash_of(*sorted(samples, key=lambda each: each.device.type))
 
 
 def _marks(
     pairs: Iterable[tuple[DTensor, DTensor]], states: Mapping[Any, Mapping[str, Any]]
 ) -> tuple[object, list[Tensor]]:
-    """Marks of parameters, gradients and states, and samples of them.
+    """Marks of parameters, gradients and states, and this rank's rows of those with dimensions.
 
     Marks are others once somebody has written to these, or might have; they have states without dimensions by their
     values.
     """
-    samples: list[Tensor] = []
+    marked: list[Tensor] = []
 
     def mark(value: Any) -> object:
         if not isinstance(value, Tensor):
@@ -359,14 +358,14 @@ def _marks(
         rows = dtensors.local(value)
         if not rows.dim():
             return float(rows)
-        samples.append(rows.flatten()[:: max(1, rows.numel() // _SAMPLE)])
+        marked.append(rows)
         return rows.data_ptr(), dtensors.mark_of(value)
 
     marks = [
         (mark(parameter), mark(gradient), [(name, mark(value)) for name, value in states.get(parameter, {}).items()])
         for parameter, gradient in pairs
     ]
-    return marks, samples
+    return marks, marked
 
 
 def _is_scaled(optimizer: Optimizer) -> bool:

@@ -215,11 +215,8 @@ def update_s(step: Step, modes: Sequence[Treatment], *, host_rent_s_per_byte: fl
 
 
 def is_ahead(optimizer: OptimizerProfile, cluster: Cluster) -> bool:
-    """True if updates on the host begin in backward and go on beside computing, which without streams is the host's.
-
-    One rank has no collectives that could overlap.
-    """
-    return optimizer.host_is_ahead and cluster.has_streams and (cluster.overlaps or cluster.world_size == 1)
+    """True if updates on the host begin in backward and go on beside computing, which without streams is the host's."""
+    return optimizer.host_is_ahead and cluster.has_streams and _is_beside_computing(cluster)
 
 
 def copied_out_s(step: Step, modes: Sequence[Treatment]) -> Mapping[int, float]:
@@ -240,7 +237,12 @@ def copied_out_s(step: Step, modes: Sequence[Treatment]) -> Mapping[int, float]:
 
 
 def _copies_out_beside(cluster: Cluster, num_reduced: float) -> bool:
-    return cluster.host_copies_overlap and num_reduced == 1 and (cluster.overlaps or cluster.world_size == 1)
+    return cluster.host_copies_overlap and num_reduced == 1 and _is_beside_computing(cluster)
+
+
+def _is_beside_computing(cluster: Cluster) -> bool:
+    """True if anything may go on beside computing: one rank has no collectives of which that could be measured."""
+    return cluster.overlaps or cluster.world_size == 1
 
 
 class HostUpdate(NamedTuple):

@@ -101,7 +101,7 @@ def make_plan(
             what is free there by ``cluster``.
         micro_batch_size: samples per rank and micro-batch, of which an optimizer step has one; else a `BatchPolicy`
             says how many it has, or what may be chosen.
-        search_space: what may be chosen; None: everything.
+        search_space: what may be chosen; None: the defaults of `SearchSpace`.
         method: solver and cost model; None: `PlanMethod`'s defaults.
         engine: settings of prefetching, which decide when units are gathered, and how many at once; those that are
             ``"auto"`` are chosen.

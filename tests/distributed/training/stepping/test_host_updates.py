@@ -287,42 +287,9 @@ def test_a_step_takes_no_update_of_what_has_changed_since_backward(ranks):
         assert failed == "no update"
 
 
-def late():
-    """Returns if steps are those without updates ahead where the second of two updates comes too late, and how many are
-    taken from backward.
-    """
-    found, update = [], updates_ahead.UpdatesAhead._update
-
-    def held_up(ahead, *args):
-        deadline_s = time.monotonic() + 60
-        while not any(begun.work.cancelled() for begun in ahead._begun) and time.monotonic() < deadline_s:
-            time.sleep(1e-3)
-        return update(ahead, *args)
-
-    for is_ahead in (True, False):
-        parameters = [nn.Parameter(cut(torch.ones(6, 2) * number)) for number in (1, 2)]
-        optimizer = torch.optim.AdamW(parameters, lr=0.1)
-        host = HostRows(parameters, CPU)
-        ahead = updates_ahead.UpdatesAhead(host, CPU)
-        ahead.begin_fit(is_on=is_ahead)
-        with mock.patch.object(updates_ahead.UpdatesAhead, "_update", held_up):
-            for _ in range(3):
-                with stepping_on_rows(optimizer, host, ahead):
-                    for parameter in parameters:
-                        parameter.grad = parameter.detach() * 0.3
-                    for parameter in parameters:
-                        ahead.begin([parameter])
-                        while is_ahead and not ahead._begun[0].work.running():
-                            time.sleep(1e-3)
-                    optimizer.step()
-        states = [(name, local(value)) for p in parameters for name, value in optimizer.state[p].items()]
-        found.append(([local(p) for p in parameters], states, ahead.num_taken))
-    return is_equal(*found), found[0][2]
-
-
-def unused():
-    """Returns if steps are those without updates ahead where one of two weights of a unit turns out to have no
-    gradient, and how many are taken from backward.
+def with_and_without(take_step):
+    """Returns if three steps of two weights on the host are those without updates ahead, and how many are taken from
+    backward; ``take_step`` begins updates and steps.
     """
     found = []
     for is_ahead in (True, False):
@@ -332,15 +299,46 @@ def unused():
         ahead = updates_ahead.UpdatesAhead(host, CPU)
         ahead.begin_fit(is_on=is_ahead)
         for _ in range(3):
-            with all_begin(), stepping_on_rows(optimizer, host, ahead):
+            with stepping_on_rows(optimizer, host, ahead):
                 for parameter in parameters:
                     parameter.grad = parameter.detach() * 0.3
-                ahead.begin(parameters)
-                parameters[1].grad = None
-                optimizer.step()
+                take_step(ahead, parameters, optimizer)
         states = [(name, local(value)) for p in parameters for name, value in optimizer.state[p].items()]
         found.append(([local(p) for p in parameters], states, ahead.num_taken))
     return is_equal(*found), found[0][2]
+
+
+def late():
+    """`with_and_without` where the second of two updates comes too late."""
+    update = updates_ahead.UpdatesAhead._update
+
+    def held_up(ahead, *args, **kwargs):
+        deadline_s = time.monotonic() + 60
+        while not any(begun.work.cancelled() for begun in ahead._begun) and time.monotonic() < deadline_s:
+            time.sleep(1e-3)
+        return update(ahead, *args, **kwargs)
+
+    def take_step(ahead, parameters, optimizer):
+        for parameter in parameters:
+            ahead.begin([parameter])
+            while ahead._begun and not ahead._begun[0].work.running():
+                time.sleep(1e-3)
+        optimizer.step()
+
+    with mock.patch.object(updates_ahead.UpdatesAhead, "_update", held_up):
+        return with_and_without(take_step)
+
+
+def unused():
+    """`with_and_without` where one of two weights of a unit turns out to have no gradient."""
+
+    def take_step(ahead, parameters, optimizer):
+        ahead.begin(parameters)
+        parameters[1].grad = None
+        optimizer.step()
+
+    with all_begin():
+        return with_and_without(take_step)
 
 
 def test_weights_that_no_rank_has_used_keep_no_others_waiting(ranks):
