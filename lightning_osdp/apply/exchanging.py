@@ -27,8 +27,8 @@ class ExchangingUnits:
         root: the model, which nothing has sharded yet.
         plan: the plan that the model was checked against; None: there are no such units.
         numbers_of_ranks: see `Agreement.numbers_of_ranks`.
-        before_backward: is given the number of a unit before each exchange in its backward, and whether ranks have
-            agreed that all come to it.
+        before_backward: is given the number of a unit before each exchange in its backward, whether ranks have agreed
+            that all come to it, and the number of the output.
         on_function: is given a number for each function between a pair, and what that is given.
 
     Attributes:
@@ -46,7 +46,7 @@ class ExchangingUnits:
         precision: MixedPrecision | None,
         initialize: Callable[[nn.Module], None],
         numbers_of_ranks: Callable[..., Sequence[int]],
-        before_backward: Callable[[int, bool], None],
+        before_backward: Callable[[int, bool, int], None],
         on_function: Callable[[int], None],
     ) -> None:
         self._modules: list[nn.Module] = []

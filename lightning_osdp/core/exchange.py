@@ -4,7 +4,8 @@ Each rank keeps its part of the weights for good, and computes with it for the s
 one for each token or sample, and features.
 
 - ``column``: inputs are gathered, each rank makes its features of the output for all rows, and rows go back to the rank
-  that they are of. The other way around for gradients.
+  that they are of. The other way around for gradients. Two or three operators that take the same input, as projections
+  to queries, keys and values do, may share what is gathered.
 - ``row``: each rank gets its features of all rows, and makes partial sums of the output, which are added up on the rank
   that they are of.
 - ``pair``: an operator by columns, operations that treat each element by itself, and an operator by rows: features in
@@ -28,12 +29,12 @@ KINDS = ("column", "row", "pair", "embedding")
 
 def numbers_of_operators(kind: str) -> tuple[int, ...]:
     """Numbers of operators that an exchange of this kind may have."""
-    return (2, 3) if kind == "pair" else (1,)
+    return {"pair": (2, 3), "column": (1, 2, 3)}.get(kind, (1,))
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One operator, or a pair whose last one the others feed; bytes are of one rank's micro-batch.
+    """One operator, columns of one input, or a pair whose last one others feed; bytes are of one rank's micro-batch.
 
     Raises:
         ConfigurationError: there is no such kind, or it is of another number of operators.
@@ -44,20 +45,35 @@ class Exchange:
     operators: tuple[str, ...]
     """Qualified names, in forward order."""
     input_bytes: Affine = ZERO
-    """Input of the first operator, or of the first two, in the dtype of computing."""
+    """Input of the first operator, and of others that take the same, in the dtype of computing."""
     input_gradient_bytes: Affine = ZERO
     """Gradient of that input; none where it needs none."""
     output_bytes: Affine = ZERO
-    """Output of the last operator."""
+    """Output of the last operator, or outputs of all columns."""
     saved_bytes: Affine = ZERO
     """Part of the input that stays for the backward of these operators alone, where weights move."""
+    saved_again: tuple[Affine, ...] = ()
+    """Likewise what each further operator that takes it saves in addition, such as a copy of its own."""
+
+    outputs: tuple[Affine, ...] = ()
+    """Output of each column where there are several; empty for all else."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or len(self.operators) not in numbers_of_operators(self.kind):
             raise ConfigurationError(
-                f"Expected an exchange of one of {KINDS} with one operator, or two or three for a pair, got"
-                f" {self.kind!r} with {self.operators}."
+                f"Expected an exchange of one of {KINDS} with one operator, up to three columns of one input, or two or"
+                f" three operators for a pair, got {self.kind!r} with {self.operators}."
             )
+        if len(self.outputs) != (len(self.operators) if self.is_shared else 0):
+            raise ConfigurationError(
+                f"Expected the output of each of several columns, and of nothing else, got {len(self.outputs)} for"
+                f" {self.operators}."
+            )
+
+    @property
+    def is_shared(self) -> bool:
+        """True where several columns share the input that is gathered for them."""
+        return self.kind == "column" and len(self.operators) > 1
 
     @property
     def gathers_inputs(self) -> bool:

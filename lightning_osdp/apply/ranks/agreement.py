@@ -384,14 +384,17 @@ class Agreement:
             reach.come_to(set[int]().union(*(numbers for numbers, _ in reports)))
         return reach
 
-    def note_exchange(self, unit: int, is_agreed: bool) -> None:
-        """Notes an exchange in backward of a unit that moves activations.
+    def note_exchange(self, unit: int, is_agreed: bool, output: int) -> None:
+        """Notes an exchange in backward of a unit that moves activations, from an output of this number.
 
         Raises:
-            RanksApartError: it was not agreed that all ranks come to it, and another rank runs another unit.
+            RanksApartError: it was not agreed that all ranks come to it, and another rank runs another unit, or comes
+                from another output of this one.
         """
         if self._group is not None and not self._is_paused:
-            self._note(2 * (len(self._groups) + unit) + 1, None if is_agreed else 0)
+            numbers = self._note(2 * (len(self._groups) + unit) + 1, None if is_agreed else output)
+            if not is_agreed and len({*numbers}) > 1:
+                raise RanksApartError(self._same_units)
 
     def note_function(self, digest: int) -> None:
         """Notes a function between a pair of operators that move activations, by a number of it and its numbers."""

@@ -47,12 +47,15 @@ class Call:
     rank: int
     rows: tuple[int, ...]
     """Number of rows that each rank has."""
-    before_backward: Callable[[bool], object]
-    """Called on each rank before each exchange in backward, with True if ranks have agreed that all come to it."""
+    before_backward: Callable[[bool, int], object]
+    """Called on each rank before each exchange in backward, with True if ranks have agreed that all come to it, and the
+    number of the output that backward has come to; 0: it has none."""
     on_function: Callable[[int], object] = lambda _: None
     """Called on each rank with a number for each function of features and what it is given, see `Features`."""
     outputs: WaitingOutputs = field(default_factory=WaitingOutputs)
     """Has the outputs of exchanges until backward comes to them."""
+    have_gathered: bool = False
+    """True if all ranks have the rows of all already, by one gather for another operator."""
 
 
 def is_in_torch_func() -> bool:
@@ -117,7 +120,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.call.before_backward(ctx.call.outputs.is_agreed(ctx.number))
+        ctx.call.before_backward(ctx.call.outputs.is_agreed(ctx.number), ctx.number or 0)
         # both ways are linear, each the gradient of the other: a slope may be asked for, and learnt from
         return _exchange(gradient, ctx.call, ctx.back, ctx.there), None, None, None
 

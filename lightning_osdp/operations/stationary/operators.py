@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from itertools import cycle
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_osdp.core.exchange import numbers_of_operators
 from lightning_osdp.errors import ConfigurationError, RanksApartError
@@ -41,12 +42,32 @@ from lightning_osdp.operations.stationary.waiting import WaitingOutputs
 _STATE = "_osdp_stationary"
 """Attribute of modules that move activations."""
 _GATHERED = "_osdp_gathered"
-"""Attribute of an input that one of two operators has gathered for both, until the other has taken that, too."""
-
+"""Attribute of an input that one of several operators has gathered for all: by operators, until all have taken it."""
 
 _NO_GRADIENTS, _WEIGHT_GRADIENTS, _INPUT_GRADIENTS = range(3)
 """Gradients that a rank wants of a call: none, of weights, and of its input, too."""
 _NUM_WANTED = 3
+_MOST_COLUMNS = max(numbers_of_operators("column"))
+_NUM_TOLD = 16
+"""Numbers by which ranks tell apart what they have gathered: 0 for nothing."""
+
+
+class _Coming(NamedTuple):
+    """Report of a rank that comes to an operator, which is one number for the others."""
+
+    num_rows: int
+    place: int
+    gathered: int
+    wanted: int
+
+    def packed(self) -> int:
+        return ((self.num_rows * _MOST_COLUMNS + self.place) * _NUM_TOLD + self.gathered) * _NUM_WANTED + self.wanted
+
+    @classmethod
+    def unpacked(cls, number: int) -> Self:
+        number, wanted = divmod(number, _NUM_WANTED)
+        number, gathered = divmod(number, _NUM_TOLD)
+        return cls(*divmod(number, _MOST_COLUMNS), gathered, wanted)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,7 +78,7 @@ class Ranks:
     """Mesh of these ranks; or of nodes and the ranks of a node, among which activations are exchanged."""
     numbers_of_ranks: Callable[[int], Sequence[int]]
     """Gives, for a number of this rank, those of all ranks, who all call it; raises where ranks are apart."""
-    before_backward: Callable[[bool], object] = lambda _: None
+    before_backward: Callable[[bool, int], object] = lambda _, __: None
     """Called before each exchange in backward, see `Call.before_backward`."""
     before_end: Callable[[], object] = lambda: None
     """Called before the exchange at the end of a pair, to which all ranks come that have begun it; raises where ranks
@@ -86,21 +107,22 @@ class Ranks:
     def sum_between(self, gradient: Tensor) -> Tensor:
         """Sums gradients of the same part of a parameter over nodes, in place."""
         if self.mesh.ndim > 1:
-            self.before_backward(self.outputs.is_any_agreed)
+            self.before_backward(self.outputs.is_any_agreed, 0)
             summed = gradient.to(self.reduce_dtype or gradient.dtype)
             dist.all_reduce(summed, group=self.mesh.get_group(0))
             if summed is not gradient:
                 gradient.copy_(summed)
         return gradient
 
-    def call(self, rows: Tensor) -> tuple[Tensor, Call]:
+    def call(self, rows: Tensor, place: int = 0, gathered: int = 0) -> tuple[Tensor, Call]:
         """Begins a call of an operator with rows, which all ranks make at a time.
 
-        Returns the call with rows that need gradients if those of any rank do.
+        Returns the call with rows that need gradients if those of any rank do. ``place`` is that of the operator among
+        those that take one input, and ``gathered`` the number of what another of them has gathered, see `_Left`.
 
         Raises:
             ConfigurationError: ``torch.func`` calls it.
-            RanksApartError: some ranks want gradients, and others do not.
+            RanksApartError: some ranks want gradients, and others do not; or some call another operator.
         """
         if is_in_torch_func():
             raise ConfigurationError(
@@ -109,9 +131,16 @@ class Ranks:
             )
         wanted = _INPUT_GRADIENTS if rows.requires_grad else _WEIGHT_GRADIENTS
         wanted = wanted if torch.is_grad_enabled() else _NO_GRADIENTS
-        number = _NUM_WANTED * len(rows) + wanted
+        number = _Coming(len(rows), place, gathered, wanted).packed()
         numbers = self.numbers_of_ranks(number) if self.mesh.size() > 1 else [number]
-        wanted_by_ranks = {each % _NUM_WANTED for each in numbers}
+        coming = [_Coming.unpacked(each) for each in numbers]
+        wanted_by_ranks = {each.wanted for each in coming}
+        if {each.place for each in coming} != {place}:
+            raise RanksApartError(
+                "Expected all ranks to call operators that move activations in the same order, for each computes with"
+                f" its part of the weights for the samples of all, but they call several of one input in another"
+                f" order. {MOVE_WEIGHTS}"
+            )
         if len(wanted_by_ranks) > 1 and _NO_GRADIENTS in wanted_by_ranks:
             raise RanksApartError(
                 "Expected all ranks or none to call an operator that moves activations under torch.no_grad, for each"
@@ -121,15 +150,35 @@ class Ranks:
         if wanted < max(wanted_by_ranks):
             rows = rows.detach().requires_grad_()  # takes part in the exchange of the others' gradients
         node = self.mesh.get_local_rank(0) if self.mesh.ndim > 1 else 0
-        here = numbers[node * self.num_parts :][: self.num_parts]  # ranks of a node follow each other
+        here = coming[node * self.num_parts :][: self.num_parts]  # ranks of a node follow each other
         return rows, Call(
             group=self.mesh.get_group(self.mesh.ndim - 1),
             rank=self.rank,
-            rows=tuple(each // _NUM_WANTED for each in here),
+            rows=tuple(each.num_rows for each in here),
+            have_gathered={each.gathered for each in coming} == {gathered} != {0},
             before_backward=self.before_backward,
             on_function=self.on_function,
             outputs=self.outputs,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """Several operators that take the same input, which is gathered once for all of them."""
+
+    number: int
+    gathers: Iterator[int] = field(default_factory=partial(cycle, range(1, _NUM_TOLD)))
+    """Numbers of gathers, the same on all ranks."""
+
+
+class _Left(NamedTuple):
+    """Input of all ranks, which the first of several columns has left with its own input for the others."""
+
+    gathered: Tensor
+    number: int
+    """Number of the gather, from 1 on, the same on all ranks; the 15th after it has it again."""
+    version: Any
+    """Tells changes in place of the own input, and of what it is cast to."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,6 +186,10 @@ class _State:
     ranks: Ranks
     whole_type: type[nn.Module]
     pair: Pair | None = None
+    columns: _Columns | None = None
+    """Operators that take its input; None where it has that alone."""
+    place: int = 0
+    """Place among them."""
 
 
 class _Stationary(nn.Module):
@@ -168,7 +221,7 @@ class _Linear(_Stationary):
         weight: Tensor = self._own("weight")
         return weight.t() if self._out_dim else weight
 
-    def _begin(self, x: Tensor) -> tuple[Tensor, Call]:
+    def _begin(self, x: Tensor, gathered: int = 0) -> tuple[Tensor, Call]:
         """Rows of an input, in the precision to compute in, and the call.
 
         Raises:
@@ -183,7 +236,20 @@ class _Linear(_Stationary):
             rows = rows.to(ranks.dtype)
         if torch.is_autocast_enabled(x.device.type) and rows.is_floating_point() and rows.dtype != torch.float64:
             rows = rows.to(torch.get_autocast_dtype(x.device.type))  # before it is sent
-        return ranks.call(rows)
+        return ranks.call(rows, self._osdp_stationary.place, gathered)
+
+
+def _leave_with(x: Tensor, operators: Pair | _Columns, value: Any) -> None:
+    vars(x).setdefault(_GATHERED, {})[operators] = value
+
+
+def _taken_from(x: Tensor, operators: Pair | _Columns) -> Any:
+    """Takes from an input what was left with it for these operators; None if there is nothing."""
+    left = vars(x).get(_GATHERED, {})
+    found = left.pop(operators, None)
+    if _GATHERED in vars(x) and not left:
+        del vars(x)[_GATHERED]
+    return found
 
 
 class _Column(_Linear):
@@ -195,25 +261,46 @@ class _Column(_Linear):
     @override
     def forward(self, input: Tensor) -> Tensor:  # as torch names it
         """Output of the whole operator, (*, outputs), for this rank's input, (*, inputs)."""
-        rows, call = self._begin(input)
-        outputs = to_samples(self._features_of(gather(rows, call)), call, self._num_outputs)
+        gathered, call = self._gathered(input)
+        features = self._features_of(gathered)
+        del gathered  # which nothing else holds in evaluations
+        outputs = to_samples(features, call, self._num_outputs)
         return outputs.view(*input.shape[:-1], self._num_outputs)
+
+    def _gathered(self, x: Tensor) -> tuple[Tensor, Call]:
+        """Input of all ranks, and the call. The first of several columns leaves it with its own input, for the others.
+
+        Without gradients each gathers its own: changes in place are not known of inference tensors.
+        """
+        columns, place = self._osdp_stationary.columns, self._osdp_stationary.place
+        if columns is None or not torch.is_grad_enabled() or x.is_inference():
+            rows, call = self._begin(x)
+            return gather(rows, call), call
+        autocasts = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
+        version = x._version, x.requires_grad, autocasts
+        left: _Left | None = _taken_from(x, columns)
+        is_same = left is not None and left.version == version
+        rows, call = self._begin(x, left.number if left is not None and is_same else 0)
+        if left is None or not call.have_gathered:
+            left = _Left(gather(rows, call), next(columns.gathers), version)
+        if place < columns.number - 1:
+            _leave_with(x, columns, left)
+        return left.gathered, call
 
 
 class _First(_Column):
     """First operator of a pair, or one of two that take the same input."""
 
-    def _gathered(self, x: Tensor, pair: Pair) -> tuple[Tensor, Call]:
+    def _gathered_for(self, pair: Pair, x: Tensor) -> tuple[Tensor, Call]:
         """Input of all ranks, and the call. The first of two operators leaves them with its input, for the other."""
-        key = pair, 0 if x.is_inference() else x._version  # which counts changes in place
-        left = vars(x).get(_GATHERED)
-        if left is not None and left[0] == key:
-            del vars(x)[_GATHERED]
+        version = 0 if x.is_inference() else x._version  # which counts changes in place
+        left = _taken_from(x, pair)
+        if left is not None and left[0] == version:
             return left[1]  # type: ignore[no-any-return]
         rows, call = self._begin(x)
         found = gather(rows, call), call
         if len(pair.operators) > 2:
-            vars(x)[_GATHERED] = key, found
+            _leave_with(x, pair, (version, found))
         return found
 
     @override
@@ -221,7 +308,7 @@ class _First(_Column):
         """Outputs that this rank has of the samples of all ranks, (..., rows of all ranks, part of the outputs)."""
         pair = self._osdp_stationary.pair
         assert pair is not None
-        gathered, call = self._gathered(input, pair)
+        gathered, call = self._gathered_for(pair, input)
         features = self._features_of(gathered)
         ones = [1] * (input.dim() - 2)
         return Features.of(features.view(*ones, *features.shape), pair, call, input.shape[:-1])
@@ -327,17 +414,25 @@ def refusal(root: nn.Module, kind: str, operators: Sequence[str]) -> str:
             reason = "is compiled, or inside of a module that is: torch.compile knows no exchanges"
         if reason:
             return f"{name!r} {reason}"
-    if kind == "pair":
-        weights: list[Any] = [module._parameters["weight"] for module in modules]
-        dims = [_OUT_DIMS[class_name(type(module))] for module in modules]
-        taken = weights[-1].shape[1 - dims[-1]]
-        for name, weight, dim in zip(operators[:-1], weights, dims, strict=False):
-            made = weight.shape[dim]
-            if made != taken or weight.dtype != weights[-1].dtype or len({*modules}) < len(modules):
-                return (
-                    f"{operators[-1]!r} takes {taken} features of {weights[-1].dtype}, and"
-                    f" {name!r} makes {made} of {weight.dtype}"
-                )
+    return _refusal_together(kind, operators, modules)
+
+
+def _refusal_together(kind: str, operators: Sequence[str], modules: Sequence[nn.Module]) -> str:
+    """Reason why modules, each of which may be an operator of this kind, cannot be those of one exchange, if any."""
+    weights: list[Any] = [module._parameters["weight"] for module in modules]
+    dims = [_OUT_DIMS.get(class_name(type(module)), 0) for module in modules]
+    taken = [weight.shape[1 - dim] for weight, dim in zip(weights, dims, strict=True)]
+    if len({*modules}) < len(modules):
+        return f"{list(operators)} are not modules of their own"
+    if kind == "column" and len({*taken}) > 1:
+        return " and ".join(f"{name!r} takes {number}" for name, number in zip(operators, taken, strict=True))
+    for name, weight, dim in zip(operators[:-1], weights, dims, strict=False) if kind == "pair" else ():
+        made = weight.shape[dim]
+        if made != taken[-1] or weight.dtype != weights[-1].dtype:
+            return (
+                f"{operators[-1]!r} takes {taken[-1]} features of {weights[-1].dtype}, and"
+                f" {name!r} makes {made} of {weight.dtype}"
+            )
     return ""
 
 
@@ -371,16 +466,19 @@ def make_stationary(root: nn.Module, kind: str, operators: Sequence[str], ranks:
     Each rank keeps its part of the parameters that it has, in memory of its own on the device of the mesh.
     """
     pair = Pair(tuple(operators)) if kind == "pair" else None
+    columns = _Columns(len(operators)) if kind == "column" and len(operators) > 1 else None
     first, *others = _ROLES[kind]
     roles = [first] * (len(operators) - len(others)) + others
-    for module, role in zip(map(root.get_submodule, operators), roles, strict=True):
+    for place, (module, role) in enumerate(zip(map(root.get_submodule, operators), roles, strict=True)):
         out_dim = _OUT_DIMS.get(class_name(type(module)), 0)
         # columns and the first of a pair are cut along outputs, the others along inputs; embeddings along features
         weight_dim = 1 if role is _Embedding else out_dim if issubclass(role, _Column) else 1 - out_dim
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = _cut(parameter, ranks, weight_dim if name == "weight" else 0)
-        vars(module)[_STATE] = _State(ranks=ranks, whole_type=type(module), pair=pair)
+        vars(module)[_STATE] = _State(
+            ranks=ranks, whole_type=type(module), pair=pair, columns=columns, place=place if columns else 0
+        )
         module.__class__ = _class_of(role, type(module))  # type: ignore[arg-type]
 
 

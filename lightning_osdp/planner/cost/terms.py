@@ -116,20 +116,29 @@ def exchange_s(exchange: Exchange, kind: str, cluster: Cluster, workload: Worklo
     """Seconds of one exchange, of ``EXCHANGES``, over all ranks or those of a node; none where nothing is sent.
 
     Before inputs, all ranks tell each other how many rows they have, and twice what they are about to exchange, by way
-    of their hosts; before outputs of a pair likewise that all come to its end.
+    of their hosts, which each of several columns does; before outputs of a pair likewise that all come to its end.
     """
-    message = messages(exchange, cluster.num_ranks(over))[kind]
-    num_bytes = message.num_bytes.at(workload.micro_batch_size)
     of_operation = {"all_gather": cluster.all_gather_s, "all_to_all": cluster.all_to_all_s}
-    seconds = of_operation[message.operation](num_bytes, over=over) if num_bytes else 0.0
-    agrees = kind == EXCHANGES[0] or (kind == EXCHANGES[1] and exchange.kind == "pair")
-    return seconds + cluster.agreement_s(_NUMBER_BYTES * (cluster.world_size + 2)) if agrees else seconds
+    seconds = 0.0
+    for message in messages(exchange, cluster.num_ranks(over))[kind]:
+        num_bytes = message.num_bytes.at(workload.micro_batch_size)
+        seconds += of_operation[message.operation](num_bytes, over=over) if num_bytes else 0.0
+    num_agreed = 0
+    if kind == EXCHANGES[0]:
+        num_agreed = len(exchange.outputs) or 1
+    elif kind == EXCHANGES[1]:
+        num_agreed = int(exchange.kind == "pair")
+    return seconds + num_agreed * cluster.agreement_s(_NUMBER_BYTES * (cluster.world_size + 2))
 
 
 def exchanged_bytes(exchange: Exchange, cluster: Cluster, workload: Workload, *, over: str) -> float:
     """Bytes that a rank sends in an optimizer step to move activations over all ranks, or those of a node."""
     num_ranks = cluster.num_ranks(over)
-    sent = (each.num_bytes.at(workload.micro_batch_size) for each in messages(exchange, num_ranks).values())
+    sent = (
+        each.num_bytes.at(workload.micro_batch_size)
+        for of_kind in messages(exchange, num_ranks).values()
+        for each in of_kind
+    )
     return workload.num_micro_batches * sum(sent) * (num_ranks - 1) / num_ranks
 
 

@@ -7,12 +7,15 @@ With n ranks and bytes x of one rank's input, y of its output and d of the gradi
 
 in one all-gather or all-to-all each: column and row 2 (n-1) (i + o/n) and 2 (n-1) (o + i/n) elements for each row of i
 and o features, a pair 2 (n-1) (i + o). Sums are an all-to-all of summands, which are added up where they arrive.
+Columns of one input gather it once, and send each output by itself.
 
 Beside what data parallelism holds there are gathered inputs, n x, or parts of all inputs, x, in place of what the first
 operators save of their input, and while operators run
 
                     forward             backward                         of the operators in forward order
     column          2 y                 max(2 y - d - g, (n-1) d, n (2 d - x) - y, g)  where it is one
+    columns         2 y each            the same, and the gathered gradient that is there already, with (n-1) d more,
+                                        which none but the last are given; inputs' are exchanged behind the first
     row             max(x, 2 n y)       max(n y - min(y, d), 2 d - x - y, g)
     pair            0; 2 n y            max((n-1) d, n (2 d - x), g); max(n y, g)
     pair of three   0; 0; 2 n y         max(2 n d, g); max(n d, g); max(n y, g)
@@ -29,7 +32,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -48,15 +51,18 @@ class Message(NamedTuple):
     included."""
 
 
-def messages(exchange: Exchange, num_ranks: int) -> Mapping[str, Message]:
+def messages(exchange: Exchange, num_ranks: int) -> Mapping[str, tuple[Message, ...]]:
     """Collectives of a micro-batch by the kind of event that issues them."""
-    x, d, y = exchange.input_bytes, exchange.input_gradient_bytes, exchange.output_bytes
+    n, x, d = num_ranks, exchange.input_bytes, exchange.input_gradient_bytes
+    outputs = exchange.outputs or (exchange.output_bytes,)
     gathers, sums = exchange.gathers_inputs, exchange.sums_outputs
     return {
-        "exchange_inputs": Message("all_gather", x * num_ranks) if gathers else Message("all_to_all", x),
-        "exchange_outputs": Message("all_to_all", y * num_ranks if sums else y),
-        "exchange_output_gradients": Message("all_gather", y * num_ranks) if sums else Message("all_to_all", y),
-        "exchange_input_gradients": Message("all_to_all", d * num_ranks if gathers else d),
+        "exchange_inputs": (Message("all_gather", x * n) if gathers else Message("all_to_all", x),),
+        "exchange_outputs": tuple(Message("all_to_all", y * n if sums else y) for y in outputs),
+        "exchange_output_gradients": tuple(
+            Message("all_gather", y * n) if sums else Message("all_to_all", y) for y in outputs
+        ),
+        "exchange_input_gradients": (Message("all_to_all", d * n if gathers else d),),
     }
 
 
@@ -76,11 +82,11 @@ class _Beside(NamedTuple):
 
 
 def _beside(
-    each: Exchange, num_ranks: int, samples: int, *, gradients: Sequence[float], there: float
+    each: Exchange, num_ranks: int, samples: int, *, gradients: Sequence[float], there: Sequence[float]
 ) -> tuple[_Beside, ...]:
     """Bytes beside those of each operator's segment.
 
-    ``gradients`` are those of the operators' shards; ``there`` is in backward of the first where weights move.
+    ``gradients`` are those of the operators' shards; ``there`` are in backward of each where weights move.
     """
     n, x, d, y = num_ranks, *(of.at(samples) for of in (each.input_bytes, each.input_gradient_bytes, each.output_bytes))
     itself, g = each.saved_bytes.at(samples), gradients[0]
@@ -90,12 +96,30 @@ def _beside(
         summands = [2 * n * d, n * d] if len(of_firsts) > 1 else [max((n - 1) * d, n * (2 * d - x))]
         firsts = (_Beside(itself, max(added, of), n * x) for added, of in zip(summands, of_firsts, strict=True))
         return *firsts, _Beside(2 * n * y, max(n * y, of_last), 2 * n * y)
-    lacking = max(0.0, y + d - there)  # such as a gradient of equal numbers, of which one is stored
+    if each.kind == "column":
+        return tuple(_of_columns(each, n, samples, gradients=gradients, there=there))
+    lacking = max(0.0, y + d - there[0])  # such as a gradient of equal numbers, of which one is stored
     if each.kind == "row":
         backward = max(lacking + max(n * y - min(y, d), 2 * d - x - y), g)
         return (_Beside(itself + max(x, 2 * n * y), backward, x + 2 * n * y),)
-    summed = y if each.kind == "embedding" else max((n - 1) * d, n * (2 * d - x) - y)
-    return (_Beside(itself + 2 * y, max(lacking + max(2 * y - d - g, summed), g), max(n * x, 2 * y)),)
+    return (_Beside(itself + 2 * y, max(lacking + max(2 * y - d - g, y), g), max(n * x, 2 * y)),)
+
+
+def _of_columns(
+    each: Exchange, num_ranks: int, samples: int, *, gradients: Sequence[float], there: Sequence[float]
+) -> Iterator[_Beside]:
+    n, itself, x, d = (
+        num_ranks,
+        *(of.at(samples) for of in (each.saved_bytes, each.input_bytes, each.input_gradient_bytes)),
+    )
+    outputs = [of.at(samples) for of in each.outputs or (each.output_bytes,)]
+    for place, (y, g, at) in enumerate(zip(outputs, gradients, there, strict=True)):
+        added = d if place < len(outputs) - 1 else 0.0  # gradient of the input by the others that run behind this one
+        lacking = max(0.0, y + d + added - at)  # such as a gradient of equal numbers, of which one is stored
+        exchanged = 2 * y - d - g + (n - 1) * added
+        summed = n * (2 * d - x) - y - added if place == 0 else 0.0
+        most = max(exchanged, (n - 1) * (d + added), summed)
+        yield _Beside(itself + 2 * y, max(lacking + most, g), max(n * x, 2 * y))
 
 
 def _by_segment(step: Step, exchanges: Mapping[Exchange, int]) -> dict[int, _Beside]:
@@ -104,10 +128,14 @@ def _by_segment(step: Step, exchanges: Mapping[Exchange, int]) -> dict[int, _Bes
     gradients = {operator.name: operator.gradient_bytes for operator in profile}
     found: dict[int, _Beside] = {}
     for each, n in exchanges.items():
-        there = profile.segments[places[each.operators[0]]].backward_workspace_bytes.at(samples)
+        there = [profile.segments[places[name]].backward_workspace_bytes.at(samples) for name in each.operators]
         shards = [gradients[name] / n for name in each.operators]
         besides = _beside(each, n, samples, gradients=shards, there=there)
         found |= {places[name]: beside for name, beside in zip(each.operators, besides, strict=True)}
+        # gathered gradients of the input are there until the first of several columns has come
+        between = range(places[each.operators[0]], places[each.operators[-1]]) if each.is_shared else ()
+        more = _Beside(backward=(n - 1) * each.input_gradient_bytes.at(samples))
+        found |= {index: more for index in between if index not in found}
     return found
 
 
@@ -117,9 +145,12 @@ def with_exchanges(step: Step, exchanges: Mapping[Exchange, int]) -> ModelProfil
     Operators of each are called once. Bytes of evaluations stay as they are, see `evaluation_beside`.
     """
     beside = _by_segment(step, exchanges)
-    saved = {
-        each.operators[0]: saved_beyond(each, n).at(step.workload.micro_batch_size) for each, n in exchanges.items()
-    }
+    saved = dict[str, float]()
+    for each, n in exchanges.items():
+        beyond = [saved_beyond(each, n), *(part * -1 for part in each.saved_again)]
+        saved |= {
+            name: part.at(step.workload.micro_batch_size) for name, part in zip(each.operators, beyond, strict=False)
+        }
     more = 0.0
     """Bytes that segments so far save beyond those where weights move."""
     segments = []

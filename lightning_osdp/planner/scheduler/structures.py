@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from lightning_osdp.core.axes import LEVELS, NODE_STATIONARY, STATIONARY, ZDP, Treatment
 from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.planner.assign import (
     NO_GAIN,
     Assignment,
@@ -104,7 +105,7 @@ class Attempt:
         fastest = min(self.assignments, key=attrgetter("step_time_s"), default=None)
         if fastest is None:
             return False
-        # pairs that move activations may be faster than their operators, and fit where their weights do not
+        # pairs and columns that move activations may be faster than their operators, and fit where their weights do not
         settings = (fastest.setting, *(pair for each in self.settings for pair in pair_units(each)))
         every = [each.all_ahead.costs for each in settings]
         least_s = min(costs.step_time_s(costs.additive.fastest_modes) for costs in every)
@@ -191,10 +192,14 @@ def frozen_apart(attempt: Attempt) -> Iterator[Setting]:
 
 
 def pairs(attempt: Attempt) -> Iterator[Setting]:
-    """A unit for each operator, but one for all of each pair whose activations can move; or of those found best so."""
+    """A unit for each operator, but one for each pair, or columns of one input, whose activations can move.
+
+    Then one for those of them alone that were found to move theirs.
+    """
     for setting in attempt.settings:
         yield from pair_units(setting)
-    found = tuple(dict.fromkeys(name for one in attempt.assignments for name in _moving(one, "pair")))
+    moving = (unit for one in attempt.assignments for unit in _moving(one) if len(unit.operators) > 1)
+    found = tuple(dict.fromkeys(unit.name for unit in moving))
     for setting in attempt.settings if found else ():
         for some, every in zip(pair_units(setting, found), pair_units(setting), strict=True):
             if len(some.units) > len(every.units):
@@ -216,7 +221,7 @@ def moving(attempt: Attempt) -> Iterator[Setting]:
             for place, unit in enumerate(setting.units)
             if mode in costs.options[place]
         }
-        found = {name for one in attempt.assignments for name in _moving(one)}
+        found = {unit.name for one in attempt.assignments for unit in _moving(one)}
         for names in (found & may.keys(), {name for name, sends_less in may.items() if sends_less}, may.keys()):
             moved = frozenset(names)
             if moved and (len(setting.units), mode, moved) not in tried:
@@ -288,7 +293,7 @@ STRUCTURES = (
     Structure("frozen units apart", frozen_apart, _always),
     Structure("adapters together", adapters_together, _always),
     Structure("blocks", blocks, _always),
-    Structure("pairs that may move activations", pairs, _moves_activations),
+    Structure("pairs and columns that may move activations", pairs, _moves_activations),
     Structure(
         "what moves activations", moving, lambda attempt: _moves_activations(attempt) and _may_be_faster(attempt)
     ),
@@ -332,11 +337,10 @@ def _all_alike(attempt: Attempt, setting: Setting) -> list[dict[str, str]]:
     return [chosen for value in values if (chosen := all_blocks(setting, value))]
 
 
-def _moving(assignment: Assignment, kind: str | None = None) -> list[str]:
-    """Names of units that move activations in an assignment, by exchanges of this kind where one is given."""
+def _moving(assignment: Assignment) -> list[UnitProfile]:
+    """Units that move activations in an assignment."""
     units = zip(assignment.setting.units, assignment.modes, strict=True)
-    moving = ((unit.name, unit.exchange) for unit, mode in units if effects_of(mode).exchanges)
-    return [name for name, exchange in moving if exchange is not None and kind in {None, exchange.kind}]
+    return [unit for unit, mode in units if effects_of(mode).exchanges]
 
 
 def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:

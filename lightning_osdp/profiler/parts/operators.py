@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import Cut, OperatorProfile, ParameterProfile
 from lightning_osdp.operations.splitting import cut_dims, inside_compiled, splittable
@@ -98,12 +98,12 @@ def _cut(operator: Operator, num_features: int | None, flows: Mapping[str, Flow]
 def profile_exchanges(
     module: nn.Module, operators: Sequence[OperatorProfile], trace: Trace, *, is_followed: bool
 ) -> tuple[Exchange, ...]:
-    """Operators, and pairs of them, whose activations can move in place of their weights.
+    """Operators, pairs, and columns of one input, whose activations can move in place of their weights.
 
     Each can be a unit, is trained as a whole, is called once, has no hooks, and is not compiled. An operator with
     features on both sides could move them in two ways: the one that sends fewer bytes is taken. Where the trace has
-    not followed what operators are given and give, there are no pairs, and each is taken to save nothing of its input
-    for itself: gathered inputs are then predicted to take one input more than they do.
+    not followed what operators are given and give, there are neither pairs nor columns of one input, and each is taken
+    to save nothing of its input for itself: gathered inputs are then predicted to take one input more than they do.
     """
     features, in_graphs = splittable(module), inside_compiled(module)
     may = {
@@ -131,24 +131,47 @@ def profile_exchanges(
             continue
         handed = {size: part.handed for size, part in at.items() if part.handed is not None}
         first = handed[next(iter(handed))]
-        given = {
-            f"{field}_bytes": affine({size: getattr(each, f"{field}_bytes") for size, each in handed.items()})
-            for field in ("input", "input_gradient")
-        }
+        given = affine({size: each.input_bytes for size, each in handed.items()})
+        needed = affine({size: each.input_gradient_bytes for size, each in handed.items()})
         saved = affine({size: part.own_saved_bytes for size, part in at.items()})
         made = affine({size: each.output_bytes for size, each in handed.items()})
         kind = _kind_alone(first.input_bytes, first.output_bytes, is_embedding=name in embeddings)
-        found.append(Exchange(kind, (name,), **given, output_bytes=made, saved_bytes=saved))
-        places = [index, *(index + each for each in (first.beside, first.feeds) if each is not None)]
+        found.append(Exchange(kind, (name,), given, needed, made, saved))
+        is_pair = first.feeds is not None
+        behind = [each for each in (first.beside, first.feeds) if each is not None] if is_pair else first.columns
+        places = [index, *(index + each for each in behind)]
         members = tuple(sequence[place] for place in places)
-        is_pair = first.feeds is not None and places == sorted(places) and may.issuperset(members)
-        of_last = {size: parts[places[-1]].handed for size, parts in trace.activations.items()}
-        is_always = len({(each.feeds, each.beside) for each in handed.values()}) == 1 and None not in of_last.values()
-        if is_pair and is_always and name not in embeddings:
-            saved = affine({size: part.joint_saved_bytes for size, part in at.items()})
-            made = affine({size: each.output_bytes for size, each in of_last.items() if each is not None})
-            found.append(Exchange("pair", members, **given, output_bytes=made, saved_bytes=saved))
+        is_always = len({(each.feeds, each.beside, each.columns) for each in handed.values()}) == 1
+        outputs = _outputs(trace, places)
+        # columns of one input send it once, where each by itself sends it or its output, whichever is less
+        given_bytes, sent_bytes = given.per_sample, [each.per_sample for each in outputs]
+        is_less = is_pair or given_bytes < sum(min(given_bytes, each) for each in sent_bytes)
+        if is_less and places == sorted(places) and may - embeddings >= {*members} and is_always and len(outputs) > 1:
+            saved, *saved_again = (
+                affine(dict(zip(at, sizes, strict=True)))
+                for sizes in zip(*(part.joint_saved_bytes for part in at.values()), strict=True)
+            )
+            kind, made = ("pair", outputs[-1]) if is_pair else ("column", sum(outputs, ZERO))
+            found.append(
+                Exchange(
+                    kind,
+                    members,
+                    *(given, needed, made, saved),
+                    saved_again=tuple(saved_again),
+                    outputs=() if is_pair else outputs,
+                )
+            )
     return tuple(found)
+
+
+def _outputs(trace: Trace, places: Sequence[int]) -> tuple[Affine, ...]:
+    """Outputs of operators at these places; empty where one is not known."""
+    found = [{size: parts[place].handed for size, parts in trace.activations.items()} for place in places]
+    if any(handed is None for of_place in found for handed in of_place.values()):
+        return ()
+    return tuple(
+        affine({size: each.output_bytes for size, each in of_place.items() if each is not None}) for of_place in found
+    )
 
 
 def _by_first_call(operator: OperatorProfile, cut: Cut, *, is_embedding: bool) -> Exchange:

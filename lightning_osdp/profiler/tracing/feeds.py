@@ -18,11 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from lightning_osdp.core.exchange import numbers_of_operators
 from lightning_osdp.operations.splitting.splitters import SPLITTERS, class_name
 from lightning_osdp.operations.stationary.exchanges import is_in_torch_func
 from lightning_osdp.operations.stationary.features import is_elementwise, is_number_of_all, is_of_one_rank
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Position
+
+_MOST_FOLLOWING = max(numbers_of_operators("column")) - 1
 
 
 class Handed(NamedTuple):
@@ -38,6 +41,9 @@ class Handed(NamedTuple):
     beside: int | None = None
     """Number of segments to that of the one other operator that feeds it together with this one, from the same input;
     None where no other does."""
+    columns: tuple[int, ...] = ()
+    """Numbers of segments to those of operators that are given the same input and follow, with no other operator in
+    between; empty where this one follows another of them."""
 
 
 class Feeds(TorchDispatchMode):
@@ -96,15 +102,29 @@ class Feeds(TorchDispatchMode):
     def by_segment(self) -> Mapping[int, Handed]:
         """Operators' inputs and outputs; without those of which nothing is known, or which have several inputs."""
         found = {}
-        for segment, handed in self._handed.items():
+        following = self._following()
+        for segment, known in self._handed.items():
+            handed = known._replace(columns=following.get(segment, ()))
             taker, fed_by = self._taker(segment)
-            others = fed_by - {segment}
-            if taker is not None and all(self._goes_with(segment, other) for other in others) and len(others) < 2:
-                beside = next((other - segment for other in others), None)
+            feeding = fed_by - {segment}
+            if taker is not None and all(self._goes_with(segment, other) for other in feeding) and len(feeding) < 2:
+                beside = next((other - segment for other in feeding), None)
                 found[segment] = handed._replace(feeds=taker - segment, beside=beside)
             else:
                 found[segment] = handed
         return found
+
+    def _following(self) -> Mapping[int, tuple[int, ...]]:
+        """`Handed.columns` by the first segment of operators that follow each other."""
+        found = dict[int, tuple[int, ...]]()
+        first = None
+        for segment in self._handed:
+            if first is not None and self._like[segment] == self._like[first]:
+                found[first] += (segment - first,)
+            else:
+                first = segment
+                found[first] = ()
+        return {first: others[:_MOST_FOLLOWING] for first, others in found.items()}
 
     def _taker(self, segment: int) -> tuple[int | None, frozenset[int]]:
         """Segment of the one operator that takes the output, and segments that feed it; None where there is no one."""

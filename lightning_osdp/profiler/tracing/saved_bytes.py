@@ -72,8 +72,9 @@ class Activations:
     followed."""
     own_saved_bytes: int = 0
     """Bytes that the operator saves while it runs, and no other segment, weights and what is made of them apart."""
-    joint_saved_bytes: int = 0
-    """Bytes like `own_saved_bytes`, of which the operator beside it, see `Handed`, may save some, too."""
+    joint_saved_bytes: tuple[int, ...] = ()
+    """Bytes like `own_saved_bytes`, which operators that move activations with it, see `Handed`, may save, too; then
+    what each of these saves in addition."""
 
 
 @dataclass
@@ -194,8 +195,14 @@ class _Follower:
             part, saved = self.parts[segment], {id(each): each for each in self.own.get(segment, ())}.values()
             part.handed = handed
             part.own_saved_bytes = sum(each.num_bytes for each in saved if each.savers.keys() == {segment})
-            both = {segment, segment + (handed.beside or 0)}
-            part.joint_saved_bytes = sum(each.num_bytes for each in saved if each.savers.keys() <= both)
+            beside = handed.columns if handed.feeds is None else (handed.beside or 0,)
+            together = dict.fromkeys([segment, *(segment + each for each in beside)])
+            known = set[int]()
+            for place in together:
+                new = {id(each): each for each in self.own.get(place, ()) if id(each) not in known}
+                known |= new.keys()
+                alone = sum(each.num_bytes for each in new.values() if each.savers.keys() <= together.keys())
+                part.joint_saved_bytes += (alone,)
 
     def _book(self, part: int, num_bytes: int) -> None:
         self.parts[part].saved_bytes += num_bytes

@@ -116,3 +116,58 @@ def test_ranks_that_cannot_take_part_are_an_error_on_all_ranks(ranks):
             assert found[part] is not None, part
             assert found[part].startswith(f"RanksApartError: {text}"), (part, found[part])
             assert "SearchSpace(modes=('ZDP', 'DP'))" in found[part]
+
+
+class Projecting(Chain):
+    """Has three operators that take one input, of which only some ranks do otherwise, after the first steps.
+
+    Args:
+        part: what they do with them: ask for the gradient of another one, or call two in another order; or call two of
+            them for two inputs in another order, which is right for each rank by itself.
+    """
+
+    def __init__(self, optimizer="adamw", *, part="asked"):
+        super().__init__(optimizer)
+        self.part = part
+        self.query, self.key, self.value = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def loss(self, batch):
+        x, y = (tensor.to(self.scale.dtype) for tensor in batch)
+        hidden = self.norm(self.features(x))
+        is_other = len(self.found) > CHECKED and dist.get_rank() == 1
+        if self.part == "order":
+            first, second = (self.key, self.query) if is_other else (self.query, self.key)
+            made = first(hidden) * second(hidden) * self.value(hidden)
+            return F.mse_loss(made + self.last(hidden) * self.scale, y)
+        if self.part == "inputs":
+            other = torch.tanh(hidden)
+            queries = [self.query(each) for each in (hidden, other)]
+            keys = [self.key(each) for each in ((other, hidden) if is_other else (hidden, other))]
+            mixed = queries[0] * queries[1] * keys[0] * keys[1]
+            return F.mse_loss(mixed * self.value(hidden) * self.value(other) + self.last(hidden) * self.scale, y)
+        query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
+        torch.autograd.grad((key if is_other else query).sum(), hidden, retain_graph=True)
+        return F.mse_loss(query * key * value + self.last(hidden) * self.scale, y)
+
+
+EXCHANGES[Projecting] = [*EXCHANGES[Chain], ("column", ("query", "key", "value"))]
+
+
+def of_columns():
+    """Errors of columns of one input, by what ranks do otherwise, and the difference from DDP of what is right."""
+    errors = {}
+    for part in ("asked", "order"):
+        make = partial(Projecting, part=part)
+        errors[part] = refused(stationary_plan(make, "dp"), make)
+    make = partial(Projecting, part="inputs")
+    expected = fitted(ddp(), make(), max_steps=6)
+    own = fitted(OSDPStrategy(plan=stationary_plan(make), dry_run=True), make(), max_steps=6)
+    return errors, difference(own, expected), moved(expected[0], make)
+
+
+def test_columns_of_one_input_tell_ranks_apart_and_take_inputs_in_any_order(ranks):
+    for errors, off, far in ranks(2).run(of_columns):
+        assert errors["asked"].startswith("RanksApartError: Expected every rank to run the same modules")
+        assert "several of one input in another order" in errors["order"]
+        assert off < 1e-9
+        assert far > 1e-3

@@ -58,6 +58,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(width, inner, linear) for _ in range(2))
         self.narrow, self.wide = linear(width, 2), linear(2, width)
         self.gate, self.lift, self.lower = linear(width, inner), linear(width, inner), linear(inner, width)
+        self.query, self.key, self.value = nn.Linear(width, 5, bias=False), linear(width, 5), linear(width, width)
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, indices):
@@ -65,6 +66,7 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = x + self.lower(F.silu(self.gate(x)) * self.lift(x))
+        x = x + torch.softmax(self.query(x) @ self.key(x).mT, -1) @ self.value(x)
         return self.head(x + self.wide(torch.tanh(self.narrow(x))))
 
 
@@ -77,7 +79,7 @@ def _numbers_of_ranks(number):
 def _changed(model):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     kinds = [("embedding", ("embedding",)), ("column", ("head",)), ("row", ("wide",)), ("column", ("narrow",))]
-    kinds.append(("pair", ("gate", "lift", "lower")))
+    kinds += [("pair", ("gate", "lift", "lower")), ("column", ("query", "key", "value"))]
     for index in range(2):
         kinds += [("column", (f"blocks.{index}.qkv",)), ("row", (f"blocks.{index}.out",))]
         kinds.append(("pair", (f"blocks.{index}.up", f"blocks.{index}.down")))
@@ -192,7 +194,7 @@ def test_steps_of_weights_that_stand_the_other_way_equal_one_process(ranks):
 def exchanges(rows):
     """Checks what each exchange gives, in both directions, for so many rows of each rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    call = Call(dist.group.WORLD, rank, tuple(rows), lambda _: None)
+    call = Call(dist.group.WORLD, rank, tuple(rows), lambda *_: None)
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(sum(rows), 5, generator=generator)
     sizes, at = [2, 2, 1, 0] if num_ranks == 4 else [3, 2], sum(rows[:rank])

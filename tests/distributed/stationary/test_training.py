@@ -24,7 +24,7 @@ from lightning_osdp.operations.stationary import is_stationary
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.fits import largest_difference, moving, shared_folder
-from tests.distributed.support.models import GPT, WideGated, WideMLP
+from tests.distributed.support.models import GPT, WideAttention, WideGated, WideMLP
 from tests.distributed.support.user_runs import Chain, ddp, difference, fitted, moved, plan_with, refusal
 from tests.distributed.users.test_user_models import Adversarial, Curvature, Penalty
 from tests.support.tiers import slow
@@ -42,6 +42,7 @@ EXCHANGES = {
     ],
     Chain: [("pair", ("first", "second")), ("row", ("third",)), ("column", ("last",))],
     WideGated: [("pair", ("gate", "up", "down"))],
+    WideAttention: [("column", ("query", "key", "value"))],
 }
 
 
@@ -113,8 +114,9 @@ def test_training_equals_ddp(ranks, world_size, kind, mode, names):
             assert each["ddp"] < (1e-7 if "norm" in name else 1e-9), name  # torch adds 1e-6 to a norm
 
 
-def test_training_of_a_gated_mlp_equals_ddp(ranks):
-    for found in ranks(2).run(cases, names=["adamw", *TWO], make=WideGated):
+@pytest.mark.parametrize("make", [WideGated, WideAttention])
+def test_training_of_operators_that_take_one_input_equals_ddp(ranks, make):
+    for found in ranks(2).run(cases, names=["adamw", *TWO], make=make):
         for name, each in found.items():
             assert each["stationary"] == 3, name
             assert each["moved"] > 1e-5, name
@@ -535,7 +537,7 @@ def searched(make, space=SPACE):
         own = fitted(OSDPStrategy(search_space=space, dry_run=True), make("sgd"), max_steps=3)
     by_ddp = fitted(ddp(), make("sgd"), max_steps=3)
     units = own[2].strategy.plan.units
-    return difference(own, by_ddp), [name for unit in units if "moves" in unit.treatments[0] for name in unit.operators]
+    return difference(own, by_ddp), [unit.operators for unit in units if "moves" in unit.treatments[0]]
 
 
 def slow_cluster():
@@ -549,7 +551,10 @@ def test_plans_of_the_strategys_own_train_as_ddp(ranks):
         assert names
     for off, names in ranks(2).run(searched, make=WideGated):
         assert off < 1e-10
-        assert {"gate", "up", "down"} <= {*names}
+        assert ("gate", "up", "down") in names
+    for off, names in ranks(2).run(searched, make=WideAttention):
+        assert off < 1e-10
+        assert ("query", "key", "value") in names
 
 
 def unasked():
@@ -577,4 +582,4 @@ def test_what_is_compiled_moves_weights_beside_others_that_move_activations(rank
     for off, names in ranks(2).run(searched, make=PartlyCompiled):
         assert off < 1e-10
         assert names
-        assert not any(name.startswith("layers.1.") for name in names)
+        assert not any(name.startswith("layers.1.") for each in names for name in each)

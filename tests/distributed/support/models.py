@@ -170,4 +170,20 @@ class WideGated(WideMLP):
         return F.mse_loss(self.down(F.silu(self.gate(x)) * self.up(x)), y)
 
 
-MODELS |= {"wide_mlp": WideMLP, "wide_gpt": WideGPT, "wide_gated": WideGated}
+class WideAttention(WideMLP):
+    """A layer, attention of samples to each other with three projections of one input, and a layer."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.layers = nn.Linear(256, 384)
+        self.query, self.key, self.value = nn.Linear(384, 512), nn.Linear(384, 512), nn.Linear(384, 320, bias=False)
+        self.last = nn.Linear(320, 64)
+
+    def loss(self, batch):
+        x, y = (tensor.to(self.layers.weight.dtype) for tensor in batch)
+        x = torch.tanh(self.layers(x))
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        return F.mse_loss(self.last(torch.softmax(query @ key.mT, -1) @ value), y)
+
+
+MODELS |= {"wide_mlp": WideMLP, "wide_gpt": WideGPT, "wide_gated": WideGated, "wide_attention": WideAttention}

@@ -16,7 +16,7 @@ def test_parts_are_cut_as_torch_cuts_chunks(total, num_ranks):
 @pytest.mark.parametrize("exchange", [gather, sum_up, to_features, lambda x, call: to_samples(x, call, 3)])
 def test_one_rank_exchanges_nothing(exchange):
     noted = []
-    call = Call(None, 0, (4,), lambda _: noted.append("backward"))
+    call = Call(None, 0, (4,), lambda *_: noted.append("backward"))
     rows = torch.randn(4, 3, requires_grad=True)
     found = exchange(rows, call)
     assert torch.equal(found, rows)

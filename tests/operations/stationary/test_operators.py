@@ -1,6 +1,8 @@
 """Modules that change their class in place, on one rank; what several ranks compute is in tests/distributed."""
 
 import copy
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import parametrizations
 
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, RanksApartError
 from lightning_osdp.operations.stationary import Ranks, as_whole, is_stationary, make_stationary, refusal
-from lightning_osdp.operations.stationary.exchanges import gather
+from lightning_osdp.operations.stationary.exchanges import gather, to_samples
 
 
 class Model(nn.Module):
@@ -148,6 +150,119 @@ def test_two_operators_that_take_other_inputs_are_refused(one_rank, between):
         model(torch.randn(3, 5))
 
 
+class Projected(nn.Module):
+    def __init__(self, between=lambda x: x):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.value = nn.Linear(5, 4, bias=False), nn.Linear(5, 4), nn.Linear(5, 3)
+        self.between = between
+
+    def forward(self, x):
+        query, key = self.query(x), self.key(x)
+        return torch.softmax(query @ key.mT, -1) @ self.value(self.between(x))
+
+
+COLUMNS = {"column": ("query", "key", "value")}
+
+
+@pytest.mark.parametrize(("between", "num_gathers"), [(lambda x: x, 1), (lambda x: x * 2, 2)])
+def test_columns_of_one_input_gather_it_once_unless_it_is_another_one(one_rank, monkeypatch, between, num_gathers):
+    whole, calls = Projected(between), []
+    model = changed(copy.deepcopy(whole), COLUMNS)
+    seen = "lightning_osdp.operations.stationary.operators.gather"
+    monkeypatch.setattr(seen, lambda rows, call: calls.append(rows) or gather(rows, call))
+    for each in (whole, model):
+        x = torch.ones(3, 5, requires_grad=True)
+        given = x * 1
+        each(given).square().sum().backward()
+        each.input_gradient = x.grad
+        assert is_stationary(model.query)
+    assert len(calls) == num_gathers
+    assert vars(given) == {} or num_gathers > 1  # one that is given to some of them alone
+    assert torch.allclose(model.input_gradient, whole.input_gradient, atol=1e-6)
+    for name, parameter in whole.named_parameters():
+        assert torch.allclose(model.get_parameter(name).grad.full_tensor(), parameter.grad, atol=1e-6), name
+
+
+@pytest.mark.parametrize("between", [lambda x: x.add_(1), lambda x: x.requires_grad_()])
+def test_columns_do_not_take_what_was_gathered_of_an_input_that_has_changed(one_rank, monkeypatch, between):
+    whole, x, calls = Projected(between), torch.randn(3, 5), []
+    model = changed(copy.deepcopy(whole), COLUMNS)
+    seen = "lightning_osdp.operations.stationary.operators.gather"
+    monkeypatch.setattr(seen, lambda rows, call: calls.append(rows) or gather(rows, call))
+    assert torch.equal(model(x.clone()), whole(x.clone()))
+    assert len(calls) == 2
+
+
+def test_columns_that_ranks_have_gathered_of_other_calls_gather_anew():
+    """Both ranks have called the first operator twice; the other one goes on with what it gathered first."""
+    apart = SimpleNamespace(size=lambda *_: 2, ndim=1, get_group=lambda _: None, get_local_rank=lambda _: 0)
+    for others, expected in ((2, True), (1, False), (0, False)):
+        ranks = Ranks(mesh=apart, numbers_of_ranks=lambda number, o=others: [number, number + 3 * (o - 2)])
+        assert ranks.call(torch.randn(3, 5), 1, 2)[1].have_gathered is expected
+
+
+@pytest.mark.parametrize("operators", [("query",), ("query", "key", "value")])
+def test_in_evaluations_nothing_holds_a_gathered_input_while_outputs_are_exchanged(one_rank, monkeypatch, operators):
+    model, gathered, alive = changed(Projected(), {"column": operators}), [], []
+    module = "lightning_osdp.operations.stationary.operators"
+
+    def kept(rows, call):
+        found = gather(rows, call).clone()
+        gathered.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(f"{module}.gather", kept)
+    monkeypatch.setattr(
+        f"{module}.to_samples",
+        lambda *given: alive.append([each() is not None for each in gathered]) or to_samples(*given),
+    )
+    with torch.no_grad():
+        model(torch.randn(3, 5))
+    assert len(alive) == len(operators)
+    assert not any(map(any, alive))
+    model(torch.randn(3, 5))
+    assert any(map(any, alive))
+
+
+def test_columns_take_inference_tensors_that_autocast_casts(one_rank):
+    whole = Projected()
+    model = changed(copy.deepcopy(whole), COLUMNS)
+    with torch.inference_mode():
+        x = torch.randn(3, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for each in (whole, model):
+            each(x).square().sum().backward()
+    for name, parameter in whole.named_parameters():
+        assert torch.allclose(model.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-2), name
+
+
+def test_columns_gather_each_for_itself_without_gradients_and_in_another_precision(one_rank, monkeypatch):
+    whole, calls, x = Projected(), [], torch.randn(3, 5)
+    model = changed(copy.deepcopy(whole), COLUMNS)
+    seen = "lightning_osdp.operations.stationary.operators.gather"
+    monkeypatch.setattr(seen, lambda rows, call: calls.append(rows) or gather(rows, call))
+    with torch.inference_mode():
+        assert torch.equal(model(x * 1), whole(x * 1))
+    with torch.no_grad():
+        assert torch.equal(model(x), whole(x))
+    assert len(calls) == 6
+    outputs = []
+    for each in (whole, model):
+        query = each.query(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs.append((query, each.key(x), each.value(x)))
+    assert len(calls) == 8
+    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
+
+
+def test_columns_that_ranks_call_in_another_order_are_refused():
+    # the other rank has a row, and comes to the second of three
+    ranks = Ranks(mesh=SimpleNamespace(size=lambda: 2), numbers_of_ranks=lambda number: [number, (1 * 3 + 1) * 16 * 3])
+    with pytest.raises(RanksApartError, match="several of one input in another order"):
+        ranks.call(torch.ones(2, 3), 2)
+
+
 def test_elementwise_functions_may_write_in_place(one_rank):
     whole = Model()
     whole.act = nn.ReLU(inplace=True)
@@ -253,6 +368,9 @@ REFUSED = {
         lambda model: None, kind="pair", operators=("up", "last")
     ),
     "'pair' is of 2 or 3 operators": _with(lambda model: None, kind="pair", operators=("up",)),
+    "'column' is of 1 or 2 or 3 operators": _with(lambda model: None, operators=("up", "last", "up", "last")),
+    "['up', 'up'] are not modules of their own": _with(lambda model: None, operators=("up", "up")),
+    "'down' takes 8 and 'last' takes 5": _with(lambda model: None, operators=("down", "last")),
 }
 
 

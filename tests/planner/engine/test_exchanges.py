@@ -28,13 +28,18 @@ FLOAT = 4
 def exchange(kind, operators=("first",), inputs=INPUTS, outputs=OUTPUTS, **fields):
     size = {"input": inputs, "input_gradient": inputs, "output": outputs}
     bytes_of = {f"{name}_bytes": Affine(0.0, FLOAT * ROWS * features) for name, features in size.items()}
-    return Exchange(kind, operators, **bytes_of | {"saved_bytes": bytes_of["input_bytes"]} | fields)
+    of_columns = (bytes_of["output_bytes"],) * len(operators) if kind == "column" and len(operators) > 1 else ()
+    return Exchange(
+        kind, operators, **bytes_of | {"saved_bytes": bytes_of["input_bytes"], "outputs": of_columns} | fields
+    )
 
 
-def sent(kind, samples, num_ranks=RANKS, **fields):
+def sent(kind, samples, num_ranks=RANKS, operators=(), **fields):
     """Bytes that a rank sends in a micro-batch, from the sizes of whole tensors."""
-    found = messages(exchange(kind, ("a", "b")[: numbers_of_operators(kind)[0]], **fields), num_ranks)
-    return sum(each.num_bytes.at(samples) * (num_ranks - 1) / num_ranks for each in found.values())
+    names = operators or ("a", "b")[: numbers_of_operators(kind)[0]]
+    found = messages(exchange(kind, names, **fields), num_ranks)
+    every = (each for of_kind in found.values() for each in of_kind)
+    return sum(each.num_bytes.at(samples) * (num_ranks - 1) / num_ranks for each in every)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 7])
@@ -44,25 +49,36 @@ def test_a_rank_sends_what_the_closed_forms_of_each_kind_say(num_ranks, samples)
     others = 2 * (num_ranks - 1) * rows * FLOAT
     assert sent("column", samples, num_ranks) == pytest.approx(others * (i + o / num_ranks))
     assert sent("row", samples, num_ranks) == pytest.approx(others * (o + i / num_ranks))
+    of_three = sent("column", samples, num_ranks, ("q", "k", "v"))
+    assert of_three == pytest.approx(others * (i + 3 * o / num_ranks))
     assert sent("pair", samples, num_ranks) == pytest.approx(others * (i + o))
     indices = {"input_bytes": Affine(0.0, 8.0 * ROWS), "input_gradient_bytes": Affine()}
     of_indices = (num_ranks - 1) * rows * 8
     assert sent("embedding", samples, num_ranks, **indices) == pytest.approx(others * o / num_ranks + of_indices)
 
 
-@pytest.mark.parametrize(("kind", "operators"), [("diagonal", ("a",)), ("pair", ("a",)), ("row", ("a", "b"))])
+@pytest.mark.parametrize(
+    ("kind", "operators"),
+    [("diagonal", ("a",)), ("pair", ("a",)), ("row", ("a", "b")), ("column", ("a", "b", "c", "d"))],
+)
 def test_kinds_are_known_and_have_their_number_of_operators(kind, operators):
     with pytest.raises(ConfigurationError) as caught:
         Exchange(kind, operators)
     assert str(caught.value) == (
-        f"Expected an exchange of one of {KINDS} with one operator, or two or three for a pair, got {kind!r} with"
-        f" {operators}."
+        f"Expected an exchange of one of {KINDS} with one operator, up to three columns of one input, or two or three"
+        f" operators for a pair, got {kind!r} with {operators}."
     )
+
+
+@pytest.mark.parametrize(("operators", "outputs"), [(("a",), 1), (("a", "b"), 0), (("a", "b"), 3)])
+def test_outputs_are_those_of_each_of_several_columns(operators, outputs):
+    with pytest.raises(ConfigurationError, match=f"Expected the output of each of several columns.*got {outputs} for"):
+        Exchange("column", operators, outputs=(Affine(),) * outputs)
 
 
 def test_an_input_without_gradient_sends_none_back():
     without = exchange("column", input_gradient_bytes=Affine())
-    assert messages(without, RANKS)["exchange_input_gradients"].num_bytes == Affine()
+    assert [each.num_bytes for each in messages(without, RANKS)["exchange_input_gradients"]] == [Affine()]
 
 
 def test_inputs_of_all_ranks_stay_for_backward_but_where_each_takes_its_features():
@@ -354,3 +370,62 @@ def test_units_of_other_operators_and_what_runs_again_have_no_exchange(model, op
         "Expected unit 'm1' to move weights, for no exchange of its activations was profiled, or it is run again in"
         " backward, got one that moves activations. Plan anew."
     )
+
+
+@pytest.mark.parametrize("samples", [1, 100])
+def test_columns_of_one_input_gather_it_once_and_exchange_its_gradients_when_all_are_there(model, operator, samples):
+    names, g = ("q", "k", "v"), 4000 / RANKS
+    there = {"backward_workspace_bytes_per_sample": 144 + 2 * 96}
+    norm = operator("norm", 40, activation_bytes_per_sample=8)
+    profile = model(
+        operator("q", 4000, activation_bytes_per_sample=96, **there),
+        norm,
+        operator("k", 4000, **there),
+        operator("v", 4000, **there),
+        exchanges=(exchange("column", names),),
+    )
+    units = grouped(profile, {"": [], "q": names, "norm": ["norm"]}, {"q": names})
+    assert [unit.exchange is not None for unit in units] == [False, True, False]
+    workload = Workload(micro_batch_size=samples)
+    found = Step(profile=profile, units=units, cluster=cluster(), workload=workload)
+    modes = (DP, STATIONARY, ZDP)
+    segments, before = (in_modes(found, each).profile.segments for each in (modes, (DP, ZDP, ZDP)))
+    x, y = 96 * samples, 144 * samples
+
+    def beside(name):
+        pairs = zip(segments, before, strict=True)
+        return [getattr(each, name).at(samples) - getattr(other, name).at(samples) for each, other in pairs]
+
+    assert beside("saved_bytes") == [3 * x, 0, 0, 0, 0]
+    assert beside("forward_workspace_bytes") == [x + 2 * y, 0, x + 2 * y, x + 2 * y, 0]
+    # d = x; its gathered gradient stays beside what runs meanwhile
+    of_first = max(2 * y - x - g + 3 * x, 6 * x, 4 * x - y - x, g)
+    of_second = max(2 * y - x - g + 3 * x, 6 * x, g)
+    assert beside("backward_workspace_bytes") == [of_first, 3 * x, of_second, max(2 * y - x - g, 3 * x, g), 0]
+    kinds = [(event.kind, event.of) for event in FSDP2().events_of(found, modes)[0]]
+    assert [each[0] for each in kinds if each[0] in EXCHANGES and each[1] == 1] == [*EXCHANGES]
+    assert exact_peak(found, modes) == simulate_step(found, modes).peak
+
+
+def test_copies_that_each_column_saves_for_itself_are_saved_no_more(model, operator):
+    x = Affine(0.0, 96.0)
+    of_two = exchange("column", ("q", "k"), saved_again=(x,))
+    operators = [operator(name, 4000, activation_bytes_per_sample=96) for name in ("q", "k")]
+    profile = model(*operators, exchanges=(of_two,))
+    units = grouped(profile, {"": [], "q": ["q", "k"]}, {"q": ["q", "k"]})
+    found = Step(profile=profile, units=units, cluster=cluster(), workload=Workload(micro_batch_size=100))
+    segments = in_modes(found, (DP, STATIONARY)).profile.segments
+    assert [each.saved_bytes.at(100) for each in segments] == [4 * 9600, 0, 0]
+
+
+def test_each_of_several_columns_agrees_and_sends_its_output(model, operator):
+    names = ("q", "k", "v")
+    agreement = Link(latency_s=7.0, seconds_per_byte=0.0)
+    profile = model(*(operator(name, 4000) for name in names), exchanges=(exchange("column", names),))
+    (_, unit) = grouped(profile, {"": [], "q": names}, {"q": names})
+    around = {"cluster": cluster(agreement=agreement), "workload": Workload(micro_batch_size=2)}
+    seconds = collectives_s(unit, STATIONARY, **around)
+    latency_s = (RANKS - 1) * 0.25
+    agreed_s = around["cluster"].agreement_s(4 * (RANKS + 2))
+    messages_s = sent("column", 2, RANKS, names) * SENT_S + (1 + 3 + 3 + 1) * latency_s
+    assert sum(seconds.values()) == pytest.approx(3 * agreed_s + messages_s)

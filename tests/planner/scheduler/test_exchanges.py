@@ -23,8 +23,8 @@ FLOAT, RANKS, WIDTH = 4, 8, 64
 ENOUGH = 2**40
 
 
-def exchange(kind, operators, inputs, outputs, **fields):
-    x, y = (Affine(0.0, FLOAT * features) for features in (inputs, outputs))
+def exchange(kind, operators, num_inputs, num_outputs, **fields):
+    x, y = (Affine(0.0, FLOAT * features) for features in (num_inputs, num_outputs))
     return Exchange(kind, operators, **{"input_bytes": x, "input_gradient_bytes": x, "output_bytes": y} | fields)
 
 
@@ -87,6 +87,25 @@ def test_a_gated_mlp_moves_activations_as_one_up_to_so_many_rows_of_all_ranks(mo
         plan = planned(profile, samples, other, "stationary")
         assert moving(plan) == expected
         assert (names in [unit.operators for unit in plan.units]) == bool(expected)
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(("other", "factor"), [("ZDP", 1.5), ("DP", 1.0)])
+def test_columns_of_one_input_move_activations_as_one_up_to_so_many_rows(model, operator, other, factor):
+    """3 factor d n/(n+3): 2 (n-1) (d + 3 d/n) against 3 or 2 (n-1)/n 3 d^2, where each alone has factor d n/(n+1)."""
+    names = ("q", "k", "v")
+    operators = [operator(name, FLOAT * WIDTH**2) for name in names]
+    profile = model(operator("embedding", 400), *operators, operator("head", 400))
+    output = Affine(0.0, FLOAT * WIDTH)
+    together = exchange("column", names, WIDTH, 3 * WIDTH, outputs=(output,) * 3)
+    alone = [exchange("column", (name,), WIDTH, WIDTH) for name in names]
+    profile = dataclasses.replace(profile, exchanges=(*alone, together))
+    threshold = 3 * factor * WIDTH / (RANKS + 3)
+    assert threshold > 1.5 * factor * WIDTH / (RANKS + 1)
+    for share, expected in ((0.85, {"q": "column"}), (1.25, {})):
+        plan = planned(profile, round(share * threshold), other, "stationary")
+        assert moving(plan) == expected
+        assert (names in [unit.operators for unit in plan.units if "stationary" in unit.modes]) == bool(expected)
         assert Plan.from_json(plan.to_json()) == plan
 
 

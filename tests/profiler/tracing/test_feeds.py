@@ -200,6 +200,57 @@ def test_what_two_operators_save_of_one_input_stays_for_neither_alone_and_for_bo
     assert saved["a", "c", "b"] == Affine(0.0, 4.0 * WIDTH)
 
 
+def of_columns(step, modules):
+    return {
+        operators for operators, kind in exchanges(step, modules).items() if kind == "column" and len(operators) > 1
+    }
+
+
+COLUMNS = {
+    "in turn": (lambda m, x: (m.a(x).sum() * m.c(x).sum() * m.d(x)).sum(), {("a", "c", "d")}),
+    "normalized": (lambda m, x: (F.layer_norm(m.a(x), [HIDDEN]).sum() + m.norm(m.c(x))).sum(), {("a", "c")}),
+    "another input": (lambda m, x: (m.a(x).sum() * m.c(x * 1).sum() * m.d(x)).sum(), set()),
+    "four": (lambda m, x: (m.a(x).sum() * m.c(x).sum() * m.d(x).sum() * m.f(x)).sum(), {("a", "c", "d")}),
+    "another between": (lambda m, x: (m.b(m.a(x)).sum() * m.c(x).sum() * m.d(x)).sum(), {("c", "d")}),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_of_one_input_follow_each_other(name):
+    modules = layers(c=nn.Linear(WIDTH, HIDDEN), d=nn.Linear(WIDTH, WIDTH), f=nn.Linear(WIDTH, 3))
+    step, expected = COLUMNS[name]
+    assert of_columns(lambda m, x: step(m, x * 1), modules | {"norm": nn.LayerNorm(HIDDEN)}) == expected
+
+
+def test_columns_of_one_input_save_it_together_and_send_each_output_by_itself():
+    modules = layers(c=nn.Linear(WIDTH, HIDDEN), d=nn.Linear(WIDTH, 3))
+
+    def step(m, x):
+        x = F.gelu(m.e(x))
+        return (m.c(x).sum() * m.d(x)).sum()
+
+    modules["e"] = nn.Linear(WIDTH, WIDTH)
+    found = {each.operators: each for each in profiled(step, modules).exchanges}
+    columns = found["c", "d"]
+    assert found["c",].saved_bytes == found["d",].saved_bytes == Affine()
+    assert columns.saved_bytes == columns.input_bytes == Affine(0.0, 4.0 * WIDTH)
+    assert columns.outputs == (Affine(0.0, 4.0 * HIDDEN), Affine(0.0, 4.0 * 3))
+    assert columns.output_bytes == Affine(0.0, 4.0 * (HIDDEN + 3))
+
+
+def test_columns_of_one_input_that_autocast_casts_for_each_save_a_copy_each():
+    modules = layers(c=nn.Linear(WIDTH, HIDDEN), d=nn.Linear(WIDTH, 3), e=nn.Linear(WIDTH, WIDTH))
+
+    def step(m, x):
+        x = F.layer_norm(m.e(x), [WIDTH])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (m.c(x).sum() * m.d(x).float()).sum()
+
+    (columns,) = (each for each in profiled(step, modules).exchanges if each.operators == ("c", "d"))
+    assert columns.input_bytes == columns.saved_bytes == Affine(0.0, 2.0 * WIDTH)
+    assert columns.saved_again == (Affine(0.0, 2.0 * WIDTH),)
+
+
 def test_batch_statistics_between_two_operators_make_no_pair():
     modules = layers(norm=nn.BatchNorm1d(HIDDEN))
     assert exchanges(lambda m, x: m.b(m.norm(m.a(x))).sum(), modules) == ALONE
@@ -409,6 +460,11 @@ def test_pairs_of_transformers_are_found_in_the_projects_own_trace(name):
     pairs = {
         tuple(each.rpartition(".")[2] for each in operators) for operators, kind in found.items() if kind == "pair"
     }
+    columns = {operators for operators, kind in found.items() if kind == "column" and len(operators) > 1}
+    projections = {"t5": "qkv", "bert": ("query", "key", "value"), "llama": ("q_proj", "k_proj", "v_proj")}.get(name)
+    assert {tuple(each.rpartition(".")[2] for each in operators) for operators in columns} >= (
+        {tuple(projections)} if projections else set()
+    )
     gated = {("gate_proj", "up_proj", "down_proj")}
     expected = {"t5": {("wi", "wo")}, "bert": {("dense", "dense")}, "gpt2": {("c_fc", "c_proj")}, "llama": gated}
     assert pairs == expected[name]

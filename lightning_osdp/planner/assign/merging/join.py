@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 
 from lightning_osdp.core.units import UnitProfile, apart, joined, may_join, next_to
 from lightning_osdp.planner.assign.additive import Modes
@@ -44,15 +45,16 @@ def apart_units(setting: Setting) -> list[Setting]:
 
 
 def pair_units(setting: Setting, names: Collection[str] | None = None) -> list[Setting]:
-    """The setting with each pair of two or three operators whose activations can move as one unit; none without pairs.
+    """The setting with one unit for each pair, or columns of one input, whose activations can move; none without these.
 
-    The first of pairs that share an operator counts. Only pairs whose first operators are in ``names``, where given.
+    The first of those that share an operator counts. Only those whose first operators are in ``names``, where given.
     """
 
     def make() -> Iterator[Setting]:
         units, taken = setting.units, set[str]()
         places = {unit.operators[0].name: place for place, unit in enumerate(units) if len(unit.operators) == 1}
-        pairs = [each.operators for each in setting.profile.exchanges if each.kind == "pair"]
+        together = [each for each in setting.profile.exchanges if len(each.operators) > 1]
+        pairs = [each.operators for each in sorted(together, key=attrgetter("is_shared"))]  # pairs first
         chosen: list[list[str]] = []
         for pair in pairs:
             if not places.keys() >= {*pair} or not taken.isdisjoint(pair) or not (names is None or pair[0] in names):
