@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from benchmarks.testbed.beside_fsdp.contest import WITHOUT_RACE, Division
-from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import PARALLELIZED, Way
 from lightning_osdp.core.axes import DP, MODES, NAMED_MODES, ZDP
 
 _NUM_QUICK_RIVALS = 4
@@ -166,7 +166,7 @@ CHECKPOINTING = Way(sharding="FULL_SHARD", is_fully_shard=True, recomputes=True)
 FULL_SHARD, SHARD_GRAD_OP = Way(sharding="FULL_SHARD"), Way(sharding="SHARD_GRAD_OP")
 HYBRID, HYBRID_ZERO2, HPZ = Way(sharding="HYBRID_SHARD"), Way(sharding="HYBRID_SHARD_ZERO2"), Way(sharding="hpZ")
 HYBRID_CHECKPOINTING = replace(HYBRID, recomputes=True)
-DDP = Way(sharding="DDP")
+DDP, TENSOR_PARALLEL = Way(sharding="DDP"), Way(sharding=PARALLELIZED)
 RESIDENT = Way(sharding="resident", by_operator=True)
 """Way with all that is frozen gathered once, by hand: every Linear a unit, adapters kept to their backward."""
 _BY_LINEAR = Way(sharding="FULL_SHARD", is_fully_shard=True, by_operator=True, recomputes=True)
@@ -260,7 +260,7 @@ _BY_WEIGHTS = "OSDP, weights move"
 _STATIONARY = Contest(
     models=("200,000 rows", "2 x 768, 32 tokens", "2 x 768"),
     rates_mbit=(200.0,),
-    rivals=(BASE, *AHEAD, DDP),
+    rivals=(BASE, *AHEAD, DDP, TENSOR_PARALLEL),
     spaces={_BY_WEIGHTS: {"modes": ["ZDP", "DP"]}, "OSDP": {"modes": [*NAMED_MODES]}},
 )
 _RACE = replace(
@@ -358,7 +358,7 @@ CONTESTS: Mapping[str, Mapping[str, Asked]] = {
             _STATIONARY,
             models=("3 wide Linears",),
             rates_mbit=(200.0, 1000.0),
-            rivals=(*(replace(way, by_operator=True) for way in (BASE, *AHEAD)), DDP),
+            rivals=(*(replace(way, by_operator=True) for way in (BASE, *AHEAD)), DDP, TENSOR_PARALLEL),
             micro_batch_size=8,
             goals=(Goal(over=DDP.name, least=5.0),),
         ),

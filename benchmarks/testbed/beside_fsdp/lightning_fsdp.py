@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from typing_extensions import override
 
 from benchmarks.families import BLOCKS, Family
@@ -24,6 +27,17 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.planner.engine import effects_of
 
 _SHARDINGS = {"FULL_SHARD": ZDP, "SHARD_GRAD_OP": DP, "HYBRID_SHARD": HSDP, "HYBRID_SHARD_ZERO2": HDP}
+PARALLELIZED = "parallelize_module"
+"""Tensor parallelism as users write it: all ranks train on the samples of all."""
+_STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
+    **dict.fromkeys(("gate", "up", "mlp.expand", "mlp.0", "layers.0"), ColwiseParallel),
+    **dict.fromkeys(("down", "mlp.proj", "mlp.2", "layers.1"), RowwiseParallel),
+    **dict.fromkeys(
+        ("tokens", "token_embedding", "head", "layers.2"), partial(ColwiseParallel, output_layouts=Replicate())
+    ),
+}
+"""Styles of the modules whose names end so. All else is whole on each rank, attention, too: families have queries, keys
+and values in one Linear, or two heads of keys and values for four ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +46,8 @@ class Way:
 
     sharding: str
     """``FULL_SHARD``, ``SHARD_GRAD_OP``; ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``, over the ranks of a node, of which
-    torch calls the second ``_HYBRID_SHARD_ZERO2``; ``DDP``, and then none of the others. Or modes of OSDP, one for each
-    slice of an operator, such as ``hpZ`` or ``ZDP DP``: a plan by hand."""
+    torch calls the second ``_HYBRID_SHARD_ZERO2``; ``DDP`` or `PARALLELIZED`, and then none of the others. Or modes of
+    OSDP, one for each slice of an operator, such as ``hpZ`` or ``ZDP DP``: a plan by hand."""
     is_fully_shard: bool = False
     """True where ``fully_shard`` shards, as users of ``ModelParallelStrategy`` call it, and not ``FSDPStrategy``."""
     by_operator: bool = False
@@ -70,6 +84,12 @@ class Way:
             return None
         world = dist.group.WORLD
         assert world is not None
+        if self.sharding == PARALLELIZED:
+            # on the instance, where Lightning finds it as if the class had it
+            module.configure_model = partial(_parallelize, module, _mesh(world, None))  # type: ignore[method-assign]
+            loader, num_ranks = module.loader, dist.get_world_size()
+            module.loader = lambda num_samples, **options: loader(num_ranks * num_samples, **options)  # type: ignore[method-assign]
+            return ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=num_ranks)
         nodes = node_size if self._mode["home"] == "node" else None
         if self.is_fully_shard:
             # on the instance, where Lightning finds it as if the class had it
@@ -154,6 +174,15 @@ class Way:
             gather_ahead(module, units)
         scatter_in_flight(module)
         register_fsdp_forward_method(module, "training_step")
+
+
+def _parallelize(module: Family, mesh: DeviceMesh) -> None:
+    """Cuts modules over ranks by `_STYLES`, once, in ``configure_model``."""
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        return
+    names = [name for name, child in module.named_modules() if isinstance(child, nn.Linear | nn.Embedding)]
+    styles = {name: make() for name in names for end, make in _STYLES.items() if f".{name}".endswith(f".{end}")}
+    parallelize_module(module, mesh, styles, src_data_rank=None)  # weights are drawn alike on all ranks
 
 
 @lru_cache

@@ -5,14 +5,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from benchmarks.families import build
 from benchmarks.testbed.beside_fsdp.engines import ByHand
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import PARALLELIZED, Way
 from benchmarks.testbed.groups import fake_group, simulated_group
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.simulated import SimulatedLinks
 from benchmarks.testbed.step import Step
+from benchmarks.testbed.training import quiet, train
 from lightning_osdp.apply import local
 from lightning_osdp.apply.internals import in_flight
 from lightning_osdp.operations.reduce_scatter import reduce_scatter
@@ -121,3 +124,27 @@ def test_units_reduce_while_backward_computes(ranks, how):
     for by_torch, ours, num_begun in ranks(2).run(reduced_in_flight, how=how):
         assert num_begun == 12  # three blocks and the root, in three steps
         assert ours == pytest.approx(by_torch, rel=1e-5)
+
+
+def parallelized(name):
+    """Difference from one process that trains on the samples of all ranks, and numbers of weights that are cut."""
+    way, whole, module = Way(sharding=PARALLELIZED), build(name), build(name)
+    plan = way.plan(build(name), world_size=dist.get_world_size(), micro_batch_size=1)
+    with quiet():
+        train(module, plan, num_steps=2, strategy=way.strategy(module))
+    optimizer, batch = whole.configure_optimizers(), whole.batch(dist.get_world_size())
+    for _ in range(2):
+        optimizer.zero_grad()
+        whole.loss(batch).backward()
+        optimizer.step()
+    cut = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor) and p.placements[0].is_shard()}
+    found = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in module.named_parameters()}
+    off = max((found[name] - p).abs().max().item() for name, p in whole.named_parameters())
+    return off, len(cut)
+
+
+@pytest.mark.parametrize(("name", "num_cut"), [("tiny like Llama", 11), slow("tiny", 11), slow("3 wide Linears", 5)])
+def test_tensor_parallelism_by_hand_trains_on_the_samples_of_all_ranks(ranks, name, num_cut):
+    for off, number in ranks(2).run(parallelized, name=name):
+        assert off < 1e-4
+        assert number == num_cut
