@@ -195,7 +195,7 @@ class Cluster(Stored):
     all_reduce: Link | None = None
     """All-reduce over all ranks, where there are several nodes; see `Links.all_reduce`."""
     agreement: Link | None = None
-    """All-reduce of few numbers by way of hosts, see `agreement_s`; None where it was not measured."""
+    """All-to-all of few numbers by way of hosts, see `agreement_s`; None where it was not measured."""
 
     @property
     def has_nodes(self) -> bool:
@@ -243,7 +243,7 @@ class Cluster(Stored):
         return self.all_gather_s(num_bytes, over=over)
 
     def agreement_s(self, num_bytes: float) -> float:
-        """Seconds in which all ranks agree on so many bytes by way of their hosts: a small all-reduce, as of gloo.
+        """Seconds in which all ranks tell each other so many bytes by way of their hosts: an all-to-all, as of gloo.
 
         Where it was not measured, it is two all-gathers on the links over all ranks, which are those of devices.
         """

@@ -32,7 +32,7 @@ _HOST_BYTES_PER_S = 1e11
 """Bytes per second to and from a host's memory that updates of all its ranks reach together. [Assumption, not a
 measurement: a quarter of what eight channels of DDR4-3200 on each of two sockets have.]"""
 _HOST_STEP_S = 2e-5
-"""Seconds of a step of a ring of hosts over TCP, whatever they tell each other. [Assumption, not a measurement.]"""
+"""Seconds of a host to tell another one a few bytes over TCP, one after the other. [Assumption, not a measurement.]"""
 _KERNELS_S = 5e-5
 """Seconds of small kernels for each unit and micro-batch. [Assumption, not a measurement.]"""
 _CONTENTION = Contention(computing=1.1255, collectives=1.1255)
@@ -154,7 +154,7 @@ class Machine:
             host_copy_s_per_byte=1 / self.host.bytes_per_s,
             host_copies_overlap=True,
             memory_bytes=self.memory_bytes,
-            agreement=_both_ways(Link(latency_s=_HOST_STEP_S, seconds_per_byte=0.0)),
+            agreement=Link(latency_s=_HOST_STEP_S, seconds_per_byte=0.0),
         )
         if self.network is None:
             return cluster

@@ -379,6 +379,15 @@ CONTESTS: Mapping[str, Mapping[str, Asked]] = {
             ),
             goals=(Goal(over=_BY_WEIGHTS, mean=1.3, least=0.97),),
         ),
+        # two nodes of two ranks, which share a link: 32 and 128 tokens a rank
+        "nodes": replace(
+            _STATIONARY,
+            models=("2 x 768 like Llama, 32 tokens", "2 x 768"),
+            node_size=2,
+            rivals=(BASE, *AHEAD, HYBRID, HYBRID_ZERO2, DDP),
+            spaces={**_STATIONARY.spaces, _BY_WEIGHTS: {"modes": ["ZDP", "DP", "hpZ", "HSDP", "HDP"]}},
+            goals=(Goal(over=_BY_WEIGHTS, least=0.97),),
+        ),
         "512 tokens": replace(
             _STATIONARY, models=("2 x 768, 512 tokens",), goals=(Goal(over=_BY_WEIGHTS, at_mbit=None, least=0.97),)
         ),

@@ -414,14 +414,21 @@ class Agreement:
     def _check(self, event: int, number: int = 0) -> Sequence[int]:
         """Raises `RanksApartError` unless all ranks report the same event; returns the numbers of all ranks.
 
-        Where units move activations, all reports have one length: those that do not go together are told apart.
+        Where units move activations, all reports are all-to-alls of one length: those that do not go together are told
+        apart. A report goes to each other rank at once, where in an all-reduce it would go round a ring twice.
         """
-        numbers = [0] * self._group.size() if self._num_exchanging and self._group is not None else []
-        if numbers:
-            numbers[dist.get_rank()] = number
-        largest = self._largest([event, -event, *numbers])
-        _check_same(largest[:2], self._same_units)
-        return largest[2:]
+        if not self._num_exchanging or self._group is None:
+            _check_same(self._largest([event, -event]), self._same_units)
+            return ()
+        if self._meets:
+            self._meet()
+        told = torch.tensor([event, number] * self._group.size(), dtype=torch.int32, device="cpu")
+        reports = told.clone()
+        dist.all_to_all_single(reports, told, group=self._group)
+        events, numbers = reports.view(-1, 2).T.tolist()
+        if {*events} != {event}:
+            raise RanksApartError(self._same_units)
+        return numbers  # type: ignore[no-any-return]
 
     @property
     def _same_units(self) -> str:

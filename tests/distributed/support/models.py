@@ -97,12 +97,14 @@ class GPT(Base):
 class OddMLP(Base):
     """Sizes that no number of ranks divides, one layer without bias, a buffer, and a scalar parameter."""
 
+    scale_shape = ()
+
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
         self.layers = nn.Sequential(
             nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11, bias=False), nn.Tanh(), nn.Linear(11, 5), nn.Tanh()
         )
-        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.scale = nn.Parameter(torch.ones(self.scale_shape))
         self.last = nn.Linear(5, 3)
         self.register_buffer("shift", torch.full((3,), 0.1))
 

@@ -14,9 +14,18 @@ from tests.distributed.support.user_runs import ddp, difference, fitted
 class Adapted(GPT2):
     """GPT-2 with LoRA of PEFT."""
 
+    whole = ()
+    """Modules of which a copy is trained as a whole."""
+
     def build(self):
-        adapters = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
-        return peft.get_peft_model(super().build(), adapters)
+        options = {"target_modules": ["c_attn", "c_fc"], "modules_to_save": [*self.whole] or None}
+        return peft.get_peft_model(super().build(), peft.LoraConfig(r=4, fan_in_fan_out=True, **options))
+
+
+class AdaptedBesideWhole(Adapted):
+    """Has a norm and the head trained as a whole, which is tied to the embedding before."""
+
+    whole = ("ln_f", "lm_head")
 
 
 def saved(module, fit, load):
@@ -50,9 +59,9 @@ def exported():
 
 
 @without_measuring
-def adapted():
+def adapted(make):
     """Compares exported adapters, loaded into a plain model, with what was trained; and training with DDP's."""
-    module = Adapted()
+    module = make()
     own = fitted(OSDPStrategy(search_space=EVERYTHING, batch_size="keep"), module, max_steps=4)
-    off = difference(own, fitted(ddp(), Adapted(), max_steps=4))
+    off = difference(own, fitted(ddp(), make(), max_steps=4))
     return off, *saved(module, own[2], lambda folder: peft.PeftModel.from_pretrained(GPT2().model.double(), folder))
