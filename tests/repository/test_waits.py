@@ -20,6 +20,7 @@ ON_THE_DEVICE = "from one place on the device to another"
 ALLOWED = {
     ("apply/activations/blocks.py", "updated"): "in the first forward of a block",
     ("apply/ranks/agreement.py", "end"): ON_THE_HOST,
+    ("apply/ranks/agreement.py", "_check"): ON_THE_HOST,
     ("apply/ranks/agreement.py", "_meet"): ON_THE_HOST,
     ("apply/internals/backward.py", "copy_gradients"): IN_A_TRIAL,
     ("apply/internals/backward.py", "restore"): IN_A_TRIAL,
