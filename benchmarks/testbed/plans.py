@@ -70,22 +70,25 @@ def plan_of(
     )
 
 
-def sent_bytes(plan: Plan) -> float:
-    """Bytes that a node sends to others in an optimizer step, with rings; where there are no nodes, a rank.
+def sent_bytes(plan: Plan, *, scatters_round: bool = False) -> float:
+    """Bytes that a node sends to others in an optimizer step; where there are no nodes, a rank.
 
-    On N ranks in nodes of m, where a collective over all ranks goes round the ring, one rank of a node has its next one
-    elsewhere: the node sends (N-1)/N of a unit's S bytes, as each rank does. In an all-reduce of S/m between nodes each
-    of its m ranks sends: 2 (1 - m/N) S together. Shares of S, with gradients reduced in the last of K micro-batches,
+    On N ranks in nodes of m, where an all-gather over all ranks goes round the ring, one rank of a node has its next
+    one elsewhere: the node sends (N-1)/N of a unit's S bytes, as each rank does. In a reduce-scatter each rank sends
+    its part to each other one: m (N-m)/N of S together, or as an all-gather does where ``scatters_round``. In an
+    all-reduce of S/m between nodes each of m ranks sends: 2 (1 - m/N) S together. Collectives over all ranks, with
+    gradients reduced in the last of K micro-batches:
 
-        ZDP   2 K + 1 over all ranks
-        hpZ     K + 1
-        DP          2
+        ZDP   2 K all-gathers and a reduce-scatter
+        hpZ     K              and a reduce-scatter
+        DP        an all-gather and a reduce-scatter
         HSDP, HDP   1 all-reduce between nodes
-        replicated  2, of an all-reduce over all ranks
+        replicated  2 all-gathers, which are an all-reduce over all ranks
 
     What is left out is as in `lightning_osdp.planner.engine.planned_collectives`.
     """
     sent, ranks = 0.0, plan.world_size
+    node_size = plan.node_size or 1
     for unit in plan.units:
         if any(effects_of(mode).exchanges for mode in unit.treatments):
             sent += unit.exchanged_bytes
@@ -94,6 +97,8 @@ def sent_bytes(plan: Plan) -> float:
                 is_sum = collective.operation == "all_reduce"
                 held_by = 1 if collective.over == "all" else plan.node_size or ranks
                 times = 2 * (1 - held_by / ranks) if is_sum else 1 - 1 / ranks
+                if collective.operation == "reduce_scatter" and not scatters_round:
+                    times = node_size * (1 - node_size / ranks)
                 sent += number * times * whole_bytes
     return sent
 

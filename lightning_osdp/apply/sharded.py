@@ -284,7 +284,8 @@ class ShardedModel:
             RanksApartError: it cannot, or ranks have not run the same units.
         """
         reach = self._agreement.agree_on_backward(self._exchanging.outputs.reach(loss))
-        loss, numbers = reach.loss, reach.numbers
+        # ranks report each exchange of a backward that may come to some that nobody has counted
+        loss, numbers = reach.loss, set[int]() if reach.has_slopes else reach.numbers
         del reach  # backward frees what nothing refers to
         if loss.requires_grad:
             loss.register_hook(self._enter_backward)

@@ -351,8 +351,10 @@ def _may_exchange(profile: ModelProfile, exchange: Exchange, modules: Collection
     if tuple(modules) != exchange.operators or len(calls) != 1:
         return False
     ((first, last),) = calls
+    spans = [(first, last), *(span for name in exchange.operators for span in profile.spans.get(name, ()))]
     is_again = any(
-        each.surrounds(first, last) or exchange.operators[0] in each.modules for each in profile.rerun.values()
+        any(each.surrounds(*span) for span in spans) or not {*each.modules}.isdisjoint(exchange.operators)
+        for each in profile.rerun.values()
     )
     return not is_again and not any(start <= last and first <= end for (start, end), _ in profile.copied)
 

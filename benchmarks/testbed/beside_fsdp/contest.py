@@ -270,7 +270,7 @@ class _Plans:
             if is_predicted
             else None,
             compute_s=estimate.compute_s,
-            wire_bytes=sent_bytes(plan),
+            wire_bytes=sent_bytes(plan, scatters_round=baseline is not None and baseline.sharding == "DDP"),
         )
 
     def _searched(self, space: Mapping[str, Any], limit_bytes: int) -> Plan:

@@ -378,10 +378,11 @@ class Agreement:
         while self._num_exchanging and len({*self.numbers_of_ranks(self._num_exchanging, reach.digest)}) > 1:
             assert self._group is not None
             reports: list[Any] = [None] * self._group.size()
-            dist.all_gather_object(reports, (reach.numbers, reach.is_cut_off), group=self._group)
-            if any(is_cut_off for _, is_cut_off in reports):
+            dist.all_gather_object(reports, (reach.numbers, reach.is_cut_off, reach.has_slopes), group=self._group)
+            if any(is_cut_off for _, is_cut_off, _ in reports):
                 raise RanksApartError(_SAME_LOSSES)
-            reach.come_to(set[int]().union(*(numbers for numbers, _ in reports)))
+            reach.come_to(set[int]().union(*(numbers for numbers, *_ in reports)))
+            reach.has_slopes = any(has_slopes for *_, has_slopes in reports)
         return reach
 
     def note_exchange(self, unit: int, is_agreed: bool, output: int) -> None:
@@ -422,7 +423,7 @@ class Agreement:
             return ()
         if self._meets:
             self._meet()
-        told = torch.tensor([event, number] * self._group.size(), dtype=torch.int32, device="cpu")
+        told = torch.tensor([event, number] * self._group.size(), dtype=torch.int64, device="cpu")
         reports = told.clone()
         dist.all_to_all_single(reports, told, group=self._group)
         events, numbers = reports.view(-1, 2).T.tolist()

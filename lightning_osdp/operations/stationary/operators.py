@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import cycle
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from lightning_osdp.operations.stationary.exchanges import (
     to_samples,
 )
 from lightning_osdp.operations.stationary.features import Features, Pair
-from lightning_osdp.operations.stationary.waiting import WaitingOutputs
+from lightning_osdp.operations.stationary.waiting import NUM_GATHERS, WaitingOutputs
 
 _STATE = "_osdp_stationary"
 """Attribute of modules that move activations."""
@@ -48,8 +47,6 @@ _NO_GRADIENTS, _WEIGHT_GRADIENTS, _INPUT_GRADIENTS = range(3)
 """Gradients that a rank wants of a call: none, of weights, and of its input, too."""
 _NUM_WANTED = 3
 _MOST_COLUMNS = max(numbers_of_operators("column"))
-_NUM_TOLD = 16
-"""Numbers by which ranks tell apart what they have gathered: 0 for nothing."""
 
 
 class _Coming(NamedTuple):
@@ -61,12 +58,13 @@ class _Coming(NamedTuple):
     wanted: int
 
     def packed(self) -> int:
-        return ((self.num_rows * _MOST_COLUMNS + self.place) * _NUM_TOLD + self.gathered) * _NUM_WANTED + self.wanted
+        number = (self.num_rows * _MOST_COLUMNS + self.place) * (NUM_GATHERS + 1) + self.gathered
+        return number * _NUM_WANTED + self.wanted
 
     @classmethod
     def unpacked(cls, number: int) -> Self:
         number, wanted = divmod(number, _NUM_WANTED)
-        number, gathered = divmod(number, _NUM_TOLD)
+        number, gathered = divmod(number, NUM_GATHERS + 1)
         return cls(*divmod(number, _MOST_COLUMNS), gathered, wanted)
 
 
@@ -167,8 +165,6 @@ class _Columns:
     """Several operators that take the same input, which is gathered once for all of them."""
 
     number: int
-    gathers: Iterator[int] = field(default_factory=partial(cycle, range(1, _NUM_TOLD)))
-    """Numbers of gathers, the same on all ranks."""
 
 
 class _Left(NamedTuple):
@@ -176,7 +172,7 @@ class _Left(NamedTuple):
 
     gathered: Tensor
     number: int
-    """Number of the gather, from 1 on, the same on all ranks; the 15th after it has it again."""
+    """Number of the gather, see `WaitingOutputs.next_gather`."""
     version: Any
     """Tells changes in place of the own input, and of what it is cast to."""
 
@@ -282,7 +278,7 @@ class _Column(_Linear):
         is_same = left is not None and left.version == version
         rows, call = self._begin(x, left.number if left is not None and is_same else 0)
         if left is None or not call.have_gathered:
-            left = _Left(gather(rows, call), next(columns.gathers), version)
+            left = _Left(gather(rows, call), call.outputs.next_gather(), version)
         if place < columns.number - 1:
             _leave_with(x, columns, left)
         return left.gathered, call

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+NUM_GATHERS = 15
+"""Numbers of gathers, which are counted round and round: no more are waiting to be found again at a time."""
+
 
 class WaitingOutputs:
     """Outputs of calls of units and of exchanges, numbered in forward order, which is the same on all ranks.
@@ -27,13 +30,17 @@ class WaitingOutputs:
     """
 
     def __init__(self) -> None:
-        self._number = 0
+        self._number = self._num_gathers = 0
         self._outputs: dict[int, _Output] = {}
         self._agreed: Collection[int] = ()
+        self._has_slopes = False  # exchanges in a backward whose own gradients may be asked for, which have no number
 
     def add(self, tensors: Iterable[Tensor]) -> int | None:
         """Adds tensors that one call returns; returns their number, None in backward and where there is no gradient."""
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if not torch.is_grad_enabled():
+            return None
+        if torch._C._current_graph_task_id() != -1:
+            self._has_slopes = True
             return None
         self._number += 1
         taps = tuple(_tap(each) for each in tensors if type(each) is Tensor and each.grad_fn is not None)
@@ -43,18 +50,24 @@ class WaitingOutputs:
             self._outputs[self._number] = _Output(taps, stack._top_saved_tensors_default_hooks(True) is not None)
         return self._number
 
+    def next_gather(self) -> int:
+        """Number of a gather that others may find again, the same on all ranks; one of `NUM_GATHERS`, from 1 on."""
+        self._num_gathers = self._num_gathers % NUM_GATHERS + 1
+        return self._num_gathers
+
     def release(self) -> None:
         """Lets go of the graphs of outputs that no backward has come to."""
         self._outputs.clear()
+        self._has_slopes = False
 
     def forget(self) -> None:
         """Begins anew, on all ranks."""
         self.release()
-        self._number = 0
+        self._number = self._num_gathers = 0
 
     def reach(self, loss: Tensor) -> Reach:
         """Outputs to which backward of a loss comes."""
-        return Reach(loss, self._outputs)
+        return Reach(loss, self._outputs, has_slopes=self._has_slopes)
 
     @contextmanager
     def agreed(self, numbers: Collection[int]) -> Iterator[None]:
@@ -82,10 +95,11 @@ class Reach:
     Attributes:
         numbers: of these outputs.
         is_cut_off: True if backward cannot come to an output that it was to come to.
+        has_slopes: True if backward may come to exchanges of an earlier backward, on any rank, which have no numbers.
     """
 
-    def __init__(self, loss: Tensor, outputs: Mapping[int, _Output]) -> None:
-        self._loss, self._outputs = loss, dict(outputs)
+    def __init__(self, loss: Tensor, outputs: Mapping[int, _Output], *, has_slopes: bool = False) -> None:
+        self._loss, self._outputs, self.has_slopes = loss, dict(outputs), has_slopes
         self._numbers_at: dict[Any, list[int]] = defaultdict(list)  # units may return what a unit inside returns
         for number, output in outputs.items():
             for tap in output.taps:
@@ -99,7 +113,7 @@ class Reach:
     @property
     def digest(self) -> int:
         """Number below 2^31 of the outputs, the same on all ranks."""
-        return zlib.crc32(repr(sorted(self.numbers)).encode()) % (2**31 - 1)
+        return zlib.crc32(repr((sorted(self.numbers), self.has_slopes)).encode()) % (2**31 - 1)
 
     @property
     def loss(self) -> Tensor:

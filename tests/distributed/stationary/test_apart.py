@@ -122,8 +122,8 @@ class Projecting(Chain):
     """Has three operators that take one input, of which only some ranks do otherwise, after the first steps.
 
     Args:
-        part: what they do with them: ask for the gradient of another one, or call two in another order; or call two of
-            them for two inputs in another order, which is right for each rank by itself.
+        part: what they do with them: ask for the gradient of another one, learn from a slope, or call two in another
+            order; or call two of them for two inputs in another order, which is right for each rank by itself.
     """
 
     def __init__(self, optimizer="adamw", *, part="asked"):
@@ -146,6 +146,10 @@ class Projecting(Chain):
             mixed = queries[0] * queries[1] * keys[0] * keys[1]
             return F.mse_loss(mixed * self.value(hidden) * self.value(other) + self.last(hidden) * self.scale, y)
         query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
+        if self.part == "slope":
+            loss = F.mse_loss(query * key * value + self.last(hidden) * self.scale, y)
+            (slope,) = torch.autograd.grad(query.square().sum(), hidden, create_graph=True)
+            return loss + slope.square().mean() if is_other else loss
         torch.autograd.grad((key if is_other else query).sum(), hidden, retain_graph=True)
         return F.mse_loss(query * key * value + self.last(hidden) * self.scale, y)
 
@@ -156,7 +160,7 @@ EXCHANGES[Projecting] = [*EXCHANGES[Chain], ("column", ("query", "key", "value")
 def of_columns():
     """Errors of columns of one input, by what ranks do otherwise, and the difference from DDP of what is right."""
     errors = {}
-    for part in ("asked", "order"):
+    for part in ("asked", "order", "slope"):
         make = partial(Projecting, part=part)
         errors[part] = refused(stationary_plan(make, "dp"), make)
     make = partial(Projecting, part="inputs")
@@ -167,7 +171,8 @@ def of_columns():
 
 def test_columns_of_one_input_tell_ranks_apart_and_take_inputs_in_any_order(ranks):
     for errors, off, far in ranks(2).run(of_columns):
-        assert errors["asked"].startswith("RanksApartError: Expected every rank to run the same modules")
+        for part in ("asked", "slope"):
+            assert errors[part].startswith("RanksApartError: Expected every rank to run the same modules"), part
         assert "several of one input in another order" in errors["order"]
         assert off < 1e-9
         assert far > 1e-3

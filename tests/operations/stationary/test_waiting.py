@@ -89,6 +89,16 @@ def test_nothing_waits_without_gradients_and_in_backward():
     y.register_hook(lambda gradient: seen.append(outputs.add([gradient])))
     torch.autograd.grad(y.square().sum(), x, create_graph=True)
     assert seen == [None]
+    assert outputs.reach(y.sum()).has_slopes  # and those of other ranks have another digest
+    outputs.release()
+    assert not outputs.reach(y.sum()).has_slopes
+
+
+def test_gathers_are_counted_alike_once_all_ranks_have_begun_anew():
+    outputs = WaitingOutputs()
+    assert [outputs.next_gather() for _ in range(17)] == [*range(1, 16), 1, 2]
+    outputs.forget()
+    assert outputs.next_gather() == 1
 
 
 def test_only_what_is_agreed_is_agreed_and_only_within_the_backward():

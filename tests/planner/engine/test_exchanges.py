@@ -361,6 +361,13 @@ def test_units_of_other_operators_and_what_runs_again_have_no_exchange(model, op
     assert [unit.exchange is not None for unit in found.units] == [False, False, True, False]
     again = dataclasses.replace(found.profile, rerun={"block": Rerun((1, 2), False, ("m2",))})
     assert not any(unit.exchange for unit in partition(again, min_unit_bytes=0))
+    operators = [operator(name, 4000) for name in ("q", "k")]
+    profile = model(*operators, exchanges=(exchange("column", ("q", "k")),))
+    members = {"": [], "q": ["q", "k"]}, {"q": ["q", "k"]}
+    assert grouped(profile, *members)[1].exchange is not None
+    for span, modules in (((1, 1), ()), ((0, 0), ()), ((2, 2), ("k",))):  # one of them alone
+        again_in_part = dataclasses.replace(profile, rerun={"": Rerun(span, False, modules)})
+        assert grouped(again_in_part, *members)[1].exchange is None
     away = dataclasses.replace(found.profile, copied=(((0, 1), Affine(0.0, 10.0)),))
     assert not any(unit.exchange for unit in partition(away, min_unit_bytes=0))
     elsewhere = dataclasses.replace(found, units=partition(again, min_unit_bytes=0))
