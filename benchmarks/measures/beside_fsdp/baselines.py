@@ -35,7 +35,8 @@ class Ranks:
     @property
     def section(self) -> str:
         """Name in a results file."""
-        return f"peaks, {self.model} on {self.num_ranks} ranks"
+        nodes = "" if self.node_size is None else f" in nodes of {self.node_size}"
+        return f"peaks, {self.model} on {self.num_ranks} ranks{nodes}"
 
 
 @dataclass(frozen=True, kw_only=True)
