@@ -54,7 +54,6 @@ class Exchange:
     """Part of the input that stays for the backward of these operators alone, where weights move."""
     saved_again: tuple[Affine, ...] = ()
     """Likewise what each further operator that takes it saves in addition, such as a copy of its own."""
-
     outputs: tuple[Affine, ...] = ()
     """Output of each column where there are several; empty for all else."""
 

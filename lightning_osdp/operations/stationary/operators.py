@@ -136,8 +136,8 @@ class Ranks:
         if {each.place for each in coming} != {place}:
             raise RanksApartError(
                 "Expected all ranks to call operators that move activations in the same order, for each computes with"
-                f" its part of the weights for the samples of all, but they call several of one input in another"
-                f" order. {MOVE_WEIGHTS}"
+                " its part of the weights for the samples of all, but they call several of one input in another order."
+                f" {MOVE_WEIGHTS}"
             )
         if len(wanted_by_ranks) > 1 and _NO_GRADIENTS in wanted_by_ranks:
             raise RanksApartError(
@@ -165,6 +165,7 @@ class _Columns:
     """Several operators that take the same input, which is gathered once for all of them."""
 
     number: int
+    """Number of these operators."""
 
 
 class _Left(NamedTuple):
