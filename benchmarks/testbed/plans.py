@@ -85,7 +85,8 @@ def sent_bytes(plan: Plan, *, scatters_round: bool = False) -> float:
         HSDP, HDP   1 all-reduce between nodes
         replicated  2 all-gathers, which are an all-reduce over all ranks
 
-    What is left out is as in `lightning_osdp.planner.engine.planned_collectives`.
+    Exchanges of activations count as one rank sends them: ranks of a node together send more of an all-to-all. Nothing
+    counts that `lightning_osdp.planner.engine.planned_collectives` leaves out.
     """
     sent, ranks = 0.0, plan.world_size
     node_size = plan.node_size or 1

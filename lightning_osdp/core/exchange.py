@@ -25,11 +25,13 @@ from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.errors import ConfigurationError
 
 KINDS = ("column", "row", "pair", "embedding")
+MOST_COLUMNS = 3
+"""Columns that may share one input, at most."""
 
 
 def numbers_of_operators(kind: str) -> tuple[int, ...]:
     """Numbers of operators that an exchange of this kind may have."""
-    return {"pair": (2, 3), "column": (1, 2, 3)}.get(kind, (1,))
+    return {"pair": (2, 3), "column": tuple(range(1, MOST_COLUMNS + 1))}.get(kind, (1,))
 
 
 @dataclass(frozen=True)

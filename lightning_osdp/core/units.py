@@ -351,7 +351,7 @@ def _may_exchange(profile: ModelProfile, exchange: Exchange, modules: Collection
     if tuple(modules) != exchange.operators or len(calls) != 1:
         return False
     ((first, last),) = calls
-    spans = [(first, last), *(span for name in exchange.operators for span in profile.spans.get(name, ()))]
+    spans = [span for name in exchange.operators for span in profile.spans.get(name, ())]
     is_again = any(
         any(each.surrounds(*span) for span in spans) or not {*each.modules}.isdisjoint(exchange.operators)
         for each in profile.rerun.values()

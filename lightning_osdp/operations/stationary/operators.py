@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from typing_extensions import Self, override
 
-from lightning_osdp.core.exchange import numbers_of_operators
+from lightning_osdp.core.exchange import MOST_COLUMNS, numbers_of_operators
 from lightning_osdp.errors import ConfigurationError, RanksApartError
 from lightning_osdp.operations.splitting import class_name, inside_compiled, parameter_like
 from lightning_osdp.operations.stationary.exchanges import (
@@ -46,7 +46,6 @@ _GATHERED = "_osdp_gathered"
 _NO_GRADIENTS, _WEIGHT_GRADIENTS, _INPUT_GRADIENTS = range(3)
 """Gradients that a rank wants of a call: none, of weights, and of its input, too."""
 _NUM_WANTED = 3
-_MOST_COLUMNS = max(numbers_of_operators("column"))
 
 
 class _Coming(NamedTuple):
@@ -58,14 +57,14 @@ class _Coming(NamedTuple):
     wanted: int
 
     def packed(self) -> int:
-        number = (self.num_rows * _MOST_COLUMNS + self.place) * (NUM_GATHERS + 1) + self.gathered
+        number = (self.num_rows * MOST_COLUMNS + self.place) * (NUM_GATHERS + 1) + self.gathered
         return number * _NUM_WANTED + self.wanted
 
     @classmethod
     def unpacked(cls, number: int) -> Self:
         number, wanted = divmod(number, _NUM_WANTED)
         number, gathered = divmod(number, NUM_GATHERS + 1)
-        return cls(*divmod(number, _MOST_COLUMNS), gathered, wanted)
+        return cls(*divmod(number, MOST_COLUMNS), gathered, wanted)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

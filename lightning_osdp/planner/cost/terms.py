@@ -115,8 +115,8 @@ def collective_s(
 def exchange_s(exchange: Exchange, kind: str, cluster: Cluster, workload: Workload, *, over: str = "all") -> float:
     """Seconds of one exchange, of ``EXCHANGES``, over all ranks or those of a node; none where nothing is sent.
 
-    Before inputs, all ranks tell each other how many rows they have, and twice what they are about to exchange, by way
-    of their hosts, which each of several columns does; before outputs of a pair likewise that all come to its end.
+    Before inputs, all ranks tell each other how many rows they have and what they are about to exchange, by way of
+    their hosts, which each of several columns does; before outputs of a pair likewise that all come to its end.
     """
     of_operation = {"all_gather": cluster.all_gather_s, "all_to_all": cluster.all_to_all_s}
     seconds = 0.0
@@ -258,9 +258,9 @@ class HostUpdate(NamedTuple):
     """Seconds of a unit's update on the host, copying back left out."""
 
     beside_s: float
-    """Where it begins in backward."""
+    """Seconds if it begins in backward."""
     after_s: float
-    """Where backward is over before."""
+    """Seconds if backward is over before."""
 
 
 def host_updates(step: Step, modes: Sequence[Treatment]) -> Mapping[int, HostUpdate]:

@@ -87,17 +87,18 @@ def measure_link(
 
 def measure_agreement(hosts: Group) -> Link:
     """Link of all-to-alls of two numbers, in the fastest of a few runs on its slowest rank: latency alone."""
-    numbers = torch.zeros(2 * dist.get_world_size(hosts), dtype=torch.int32, device="cpu")
-    told, runs_s = numbers.clone(), list[float]()
+    num_ranks, runs_s = dist.get_world_size(hosts), list[float]()
+    told = torch.zeros(2 * num_ranks, dtype=torch.int64, device="cpu")  # as `Agreement` reports
+    reports = told.clone()
     for _ in range(REPEATS_TOGETHER):
-        dist.all_to_all_single(told, numbers, group=hosts)  # ranks begin together
+        dist.all_to_all_single(reports, told, group=hosts)  # ranks begin together
         start = time.perf_counter()
         for _ in range(_MOST_IN_A_ROW):
-            dist.all_to_all_single(told, numbers, group=hosts)
+            dist.all_to_all_single(reports, told, group=hosts)
         runs_s.append((time.perf_counter() - start) / _MOST_IN_A_ROW)
     slowest_s = torch.tensor(runs_s, dtype=torch.float64, device="cpu")
     dist.all_reduce(slowest_s, dist.ReduceOp.MAX, group=hosts)
-    return Link(latency_s=float(slowest_s.min()) / (dist.get_world_size(hosts) - 1), seconds_per_byte=0.0)
+    return Link(latency_s=float(slowest_s.min()) / (num_ranks - 1), seconds_per_byte=0.0)
 
 
 def points_by(

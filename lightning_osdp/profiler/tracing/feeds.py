@@ -18,14 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from lightning_osdp.core.exchange import numbers_of_operators
+from lightning_osdp.core.exchange import MOST_COLUMNS
 from lightning_osdp.operations.splitting.splitters import SPLITTERS, class_name
 from lightning_osdp.operations.stationary.exchanges import is_in_torch_func
 from lightning_osdp.operations.stationary.features import is_elementwise, is_number_of_all, is_of_one_rank
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Position
-
-_MOST_FOLLOWING = max(numbers_of_operators("column")) - 1
 
 
 class Handed(NamedTuple):
@@ -124,7 +122,7 @@ class Feeds(TorchDispatchMode):
             else:
                 first = segment
                 found[first] = ()
-        return {first: others[:_MOST_FOLLOWING] for first, others in found.items()}
+        return {first: others[: MOST_COLUMNS - 1] for first, others in found.items()}
 
     def _taker(self, segment: int) -> tuple[int | None, frozenset[int]]:
         """Segment of the one operator that takes the output, and segments that feed it; None where there is no one."""

@@ -77,7 +77,7 @@ class Activations:
     what each of these saves in addition."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Storage:
     """Storage of a tensor that is saved, or that a block gets or returns."""
 
@@ -111,7 +111,7 @@ class _Follower:
         by_name = {operator.name: operator.gradients for operator in operators}
         self.reads = _Reads()
         self.feeds = Feeds(self.position)
-        self.own: dict[int, list[_Storage]] = {}
+        self.own: dict[int, dict[_Storage, None]] = {}
         """Storages that the operator of a segment saves while it runs."""
         owners = {child: name for name, child in module.named_modules()}
         segments: dict[str, list[int]] = {}
@@ -137,7 +137,7 @@ class _Follower:
             storage = self._storage(tensor)
             storage.savers[now] = None
             if self.feeds.running == now and not self.reads.is_of_parameters(tensor):
-                self.own.setdefault(now, []).append(storage)
+                self.own.setdefault(now, {})[storage] = None
             if storage.saved_in is None:
                 storage.saved_in = now
                 self._book(now, storage.num_bytes)
@@ -192,17 +192,21 @@ class _Follower:
         """Notes what operators were given and gave, and what they alone have saved, when forward is over."""
         self.feeds.end(returned)
         for segment, handed in self.feeds.by_segment().items():
-            part, saved = self.parts[segment], {id(each): each for each in self.own.get(segment, ())}.values()
+            part = self.parts[segment]
             part.handed = handed
-            part.own_saved_bytes = sum(each.num_bytes for each in saved if each.savers.keys() == {segment})
-            beside = handed.columns if handed.feeds is None else (handed.beside or 0,)
-            together = dict.fromkeys([segment, *(segment + each for each in beside)])
-            known = set[int]()
-            for place in together:
-                new = {id(each): each for each in self.own.get(place, ()) if id(each) not in known}
-                known |= new.keys()
-                alone = sum(each.num_bytes for each in new.values() if each.savers.keys() <= together.keys())
-                part.joint_saved_bytes += (alone,)
+            beside = handed.columns if handed.feeds is None else [handed.beside] if handed.beside else []
+            places = [segment, *(segment + each for each in beside)]
+            part.own_saved_bytes = self._saved_in([segment])[0]
+            part.joint_saved_bytes = self._saved_in(places)
+
+    def _saved_in(self, places: Sequence[int]) -> tuple[int, ...]:
+        """Bytes that operators of these segments alone save while they run, each storage counted for the first."""
+        found, known = list[int](), set[_Storage]()
+        for place in places:
+            new = self.own.get(place, {}).keys() - known
+            known |= new
+            found.append(sum(each.num_bytes for each in new if each.savers.keys() <= {*places}))
+        return tuple(found)
 
     def _book(self, part: int, num_bytes: int) -> None:
         self.parts[part].saved_bytes += num_bytes

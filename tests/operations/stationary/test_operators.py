@@ -34,6 +34,15 @@ def ranks():
     return Ranks(mesh=init_device_mesh("cpu", (1,)), numbers_of_ranks=lambda number: [number])
 
 
+@pytest.fixture
+def gathers(monkeypatch):
+    """Rows of each gather, in turn."""
+    found = []
+    seen = "lightning_osdp.operations.stationary.operators.gather"
+    monkeypatch.setattr(seen, lambda rows, call: found.append(rows) or gather(rows, call))
+    return found
+
+
 KINDS = {"embedding": ("embedding",), "pair": ("up", "down"), "column": ("last",)}
 
 
@@ -126,13 +135,11 @@ class Gated(nn.Module):
 GATED = {"pair": ("gate", "up", "down")}
 
 
-def test_two_operators_that_feed_a_third_take_one_gathered_input(one_rank, monkeypatch):
-    whole, x, calls = Gated(), torch.randn(3, 5, requires_grad=True), []
+def test_two_operators_that_feed_a_third_take_one_gathered_input(one_rank, gathers):
+    whole, x = Gated(), torch.randn(3, 5, requires_grad=True)
     model = changed(copy.deepcopy(whole), GATED)
-    seen = "lightning_osdp.operations.stationary.operators.gather"
-    monkeypatch.setattr(seen, lambda rows, call: calls.append(rows) or gather(rows, call))
     gradients = [torch.autograd.grad(each(x).square().sum(), x)[0] for each in (whole, model)]
-    assert len(calls) == 1
+    assert len(gathers) == 1
     assert torch.allclose(*gradients)
     assert vars(x) == {}
     for each in (whole, model):
@@ -166,18 +173,16 @@ COLUMNS = {"column": ("query", "key", "value")}
 
 
 @pytest.mark.parametrize(("between", "num_gathers"), [(lambda x: x, 1), (lambda x: x * 2, 2)])
-def test_columns_of_one_input_gather_it_once_unless_it_is_another_one(one_rank, monkeypatch, between, num_gathers):
-    whole, calls = Projected(between), []
+def test_columns_of_one_input_gather_it_once_unless_it_is_another_one(one_rank, gathers, between, num_gathers):
+    whole = Projected(between)
     model = changed(copy.deepcopy(whole), COLUMNS)
-    seen = "lightning_osdp.operations.stationary.operators.gather"
-    monkeypatch.setattr(seen, lambda rows, call: calls.append(rows) or gather(rows, call))
     for each in (whole, model):
         x = torch.ones(3, 5, requires_grad=True)
         given = x * 1
         each(given).square().sum().backward()
         each.input_gradient = x.grad
         assert is_stationary(model.query)
-    assert len(calls) == num_gathers
+    assert len(gathers) == num_gathers
     assert vars(given) == {} or num_gathers > 1  # one that is given to some of them alone
     assert torch.allclose(model.input_gradient, whole.input_gradient, atol=1e-6)
     for name, parameter in whole.named_parameters():
@@ -185,13 +190,11 @@ def test_columns_of_one_input_gather_it_once_unless_it_is_another_one(one_rank, 
 
 
 @pytest.mark.parametrize("between", [lambda x: x.add_(1), lambda x: x.requires_grad_()])
-def test_columns_do_not_take_what_was_gathered_of_an_input_that_has_changed(one_rank, monkeypatch, between):
-    whole, x, calls = Projected(between), torch.randn(3, 5), []
+def test_columns_do_not_take_what_was_gathered_of_an_input_that_has_changed(one_rank, gathers, between):
+    whole, x = Projected(between), torch.randn(3, 5)
     model = changed(copy.deepcopy(whole), COLUMNS)
-    seen = "lightning_osdp.operations.stationary.operators.gather"
-    monkeypatch.setattr(seen, lambda rows, call: calls.append(rows) or gather(rows, call))
     assert torch.equal(model(x.clone()), whole(x.clone()))
-    assert len(calls) == 2
+    assert len(gathers) == 2
 
 
 def test_columns_that_ranks_have_gathered_of_other_calls_gather_anew():
@@ -237,22 +240,20 @@ def test_columns_take_inference_tensors_that_autocast_casts(one_rank):
         assert torch.allclose(model.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=1e-2), name
 
 
-def test_columns_gather_each_for_itself_without_gradients_and_in_another_precision(one_rank, monkeypatch):
-    whole, calls, x = Projected(), [], torch.randn(3, 5)
+def test_columns_gather_each_for_itself_without_gradients_and_in_another_precision(one_rank, gathers):
+    whole, x = Projected(), torch.randn(3, 5)
     model = changed(copy.deepcopy(whole), COLUMNS)
-    seen = "lightning_osdp.operations.stationary.operators.gather"
-    monkeypatch.setattr(seen, lambda rows, call: calls.append(rows) or gather(rows, call))
     with torch.inference_mode():
         assert torch.equal(model(x * 1), whole(x * 1))
     with torch.no_grad():
         assert torch.equal(model(x), whole(x))
-    assert len(calls) == 6
+    assert len(gathers) == 6
     outputs = []
     for each in (whole, model):
         query = each.query(x)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             outputs.append((query, each.key(x), each.value(x)))
-    assert len(calls) == 8
+    assert len(gathers) == 8
     assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
 
 
