@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from lightning_osdp.apply.internals import dtensors, sharding
 from lightning_osdp.apply.units import Meshes, ShardedUnit, policy_of
+from lightning_osdp.core.exchange import FED_KINDS
 from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.operations.stationary import Ranks, WaitingOutputs, as_whole, make_stationary
@@ -21,7 +22,7 @@ from lightning_osdp.planner.engine import effects_of
 
 
 class ExchangingUnits:
-    """Units of a model that move activations, each of one operator or of a pair. Call methods on all ranks.
+    """Units of a model that move activations, each the operators of one exchange. Call methods on all ranks.
 
     Args:
         root: the model, which nothing has sharded yet.
@@ -29,7 +30,7 @@ class ExchangingUnits:
         numbers_of_ranks: see `Agreement.numbers_of_ranks`.
         before_backward: is given the number of a unit before each exchange in its backward, whether ranks have agreed
             that all come to it, and the number of the output.
-        on_function: is given a number for each function between a pair, and what that is given.
+        on_function: is given a number for each function between operators that feed each other, and its arguments.
 
     Attributes:
         parameters: the parts of parameters that this rank has.
@@ -59,10 +60,10 @@ class ExchangingUnits:
             policy = policy_of(ShardedUnit(unit.name, tuple(modules)), precision)
             ranks = Ranks(
                 mesh=meshes.mesh_for(unit.treatments[0]),
-                numbers_of_ranks=partial(numbers_of_ranks, number, begun=int(unit.exchange == "pair")),
+                numbers_of_ranks=partial(numbers_of_ranks, number, begun=int(unit.exchange in FED_KINDS)),
                 before_backward=partial(before_backward, number),
                 # beyond the numbers of units, and that of the begin of backward
-                before_end=partial(numbers_of_ranks, len(units) + 1 + number, 0, begun=-1),
+                numbers_at_end=partial(numbers_of_ranks, len(units) + 1 + number, begun=-1),
                 on_function=on_function,
                 outputs=self.outputs,
                 dtype=policy.param_dtype,

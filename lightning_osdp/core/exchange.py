@@ -11,6 +11,8 @@ one for each token or sample, and features.
 - ``pair``: an operator by columns, operations that treat each element by itself, and an operator by rows: features in
   between stay where they are. Two operators by columns may feed the last one, if they take the same input, as those of
   a gated MLP do.
+- ``attention``: three operators by columns of one input, for queries, keys and values, attention, which treats each
+  head of each sample by itself, and an operator by rows: each rank has some of the heads of all samples in between.
 - ``embedding``: by columns, with indices for inputs.
 
 References:
@@ -24,19 +26,21 @@ from dataclasses import dataclass
 from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.errors import ConfigurationError
 
-KINDS = ("column", "row", "pair", "embedding")
+KINDS = ("column", "row", "pair", "attention", "embedding")
+FED_KINDS = frozenset({"pair", "attention"})
+"""Kinds whose last operator takes what the others make: all ranks meet again where it begins."""
 MOST_COLUMNS = 3
 """Columns that may share one input, at most."""
 
 
 def numbers_of_operators(kind: str) -> tuple[int, ...]:
     """Numbers of operators that an exchange of this kind may have."""
-    return {"pair": (2, 3), "column": tuple(range(1, MOST_COLUMNS + 1))}.get(kind, (1,))
+    return {"pair": (2, 3), "attention": (4,), "column": tuple(range(1, MOST_COLUMNS + 1))}.get(kind, (1,))
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One operator, columns of one input, or a pair whose last one others feed; bytes are of one rank's micro-batch.
+    """One operator, columns of one input, or several that feed a last one; bytes are of one rank's micro-batch.
 
     Raises:
         ConfigurationError: there is no such kind, or it is of another number of operators.
@@ -57,15 +61,20 @@ class Exchange:
     saved_again: tuple[Affine, ...] = ()
     """Likewise what each further operator that takes it saves in addition, such as a copy of its own."""
     outputs: tuple[Affine, ...] = ()
-    """Output of each column where there are several; empty for all else."""
+    """Output of each column where there are several, those of attention included; empty for all else."""
+    fed_bytes: Affine = ZERO
+    """Input of the last operator of attention."""
+    num_heads: int = 1
+    """Number of heads of attention, those of keys if these are fewer: ranks must divide it."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or len(self.operators) not in numbers_of_operators(self.kind):
             raise ConfigurationError(
-                f"Expected an exchange of one of {KINDS} with one operator, up to three columns of one input, or two or"
-                f" three operators for a pair, got {self.kind!r} with {self.operators}."
+                f"Expected an exchange of one of {KINDS} with one operator, up to three columns of one input, two or"
+                f" three operators for a pair, or four for attention, got {self.kind!r} with {self.operators}."
             )
-        if len(self.outputs) != (len(self.operators) if self.is_shared else 0):
+        num_outputs = len(self.operators) if self.is_shared else 3 if self.kind == "attention" else 0
+        if len(self.outputs) != num_outputs:
             raise ConfigurationError(
                 f"Expected the output of each of several columns, and of nothing else, got {len(self.outputs)} for"
                 f" {self.operators}."
@@ -84,9 +93,18 @@ class Exchange:
     @property
     def sums_outputs(self) -> bool:
         """True if ranks add up what they make of the output; else each makes its own features of it."""
-        return self.kind in {"row", "pair"}
+        return self.kind == "row" or self.is_fed
+
+    @property
+    def is_fed(self) -> bool:
+        """True if its last operator takes what the others make, which stays where it is."""
+        return self.kind in FED_KINDS
 
     @property
     def reads_weights(self) -> bool:
         """True if backward reads weights, which are then held as forward has cast them."""
         return self.kind != "embedding"
+
+    def divides_over(self, num_ranks: int) -> bool:
+        """Tells if so many ranks can have parts of it: heads of attention cannot be cut."""
+        return self.kind != "attention" or self.num_heads % num_ranks == 0

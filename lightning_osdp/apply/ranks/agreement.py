@@ -48,9 +48,9 @@ _SAME_LOSSES = (
     f" {MOVE_WEIGHTS}"
 )
 _SAME_FUNCTIONS = (
-    "Expected every rank to apply the same functions, with the same numbers, to what is between operators that"
-    " move activations as a pair, for each has some features of all ranks' samples there, but they applied"
-    " others in this step. Take numbers and choices from what is the same on all ranks."
+    "Expected every rank to apply the same functions, with the same numbers and other tensors, to what is between"
+    " operators that move activations and feed each other, for each has some features of all ranks' samples there, but"
+    " they applied others in this step. Take numbers, masks and choices from what is the same on all ranks."
     f" {MOVE_WEIGHTS}"
 )
 
@@ -73,9 +73,9 @@ class Agreement:
     - Units that move activations tell each other the numbers of rows that ranks have before each exchange in forward,
       and that all ranks have come to this unit, or to the end of this pair. Before backward ranks agree on what it
       comes to: a rank whose loss leaves out what those of others depend on takes part with gradients of zero. Exchanges
-      of a backward of which nobody has told, such as ``torch.autograd.grad``, are each reported. Functions between a
-      pair, each with its numbers, are compared at the end of a step: each rank applies them to features of all ranks'
-      samples.
+      of a backward of which nobody has told, such as ``torch.autograd.grad``, are each reported. Functions between
+      operators that feed each other, each with its numbers and other tensors, are compared at the end of a step: each
+      rank applies them to features of all ranks' samples.
     - Buffers are those of rank 0 when training begins. Buffers that have changed are taken from rank 0 before each step
       of an optimizer.
     - Resident units are gathered anew where a step has written to their shards after it had run them.
@@ -98,8 +98,8 @@ class Agreement:
         self._group = _own_group(world) if world is not None and world.size() > 1 else None
         self._num_steps = 0
         self._order = 0  # hash of the order in which units were gathered and reduced
-        self._functions = 0  # hash of the functions between pairs that move activations
-        self._num_begun = 0  # calls of pairs whose last operator has not been called
+        self._functions = 0  # hash of the functions between operators that feed each other
+        self._num_begun = 0  # calls of such operators whose last one has not been called
         self._is_paused = False
         self._meets = self._is_entering = False
         self._gathered: set[int] | None = None  # units in this step of an evaluation
@@ -351,10 +351,10 @@ class Agreement:
 
         Args:
             unit: number of the unit among those that move activations; their number for the begin of backward; larger
-                ones for the ends of pairs.
+                ones for the last of operators that feed each other.
             number: that of this rank.
-            begun: 1 at the begin of a pair, and -1 at its end. In between each collective is reported beforehand, for
-                ranks that come to the end wait there for this one.
+            begun: 1 at the first of such operators, and -1 at the last. In between each collective is reported
+                beforehand, for ranks that come to the end wait there for this one.
 
         Raises:
             RanksApartError: another rank runs another unit at this time.
@@ -398,7 +398,7 @@ class Agreement:
                 raise RanksApartError(self._same_units)
 
     def note_function(self, digest: int) -> None:
-        """Notes a function between a pair of operators that move activations, by a number of it and its numbers."""
+        """Notes a function between operators that feed each other, by a number of it and its arguments."""
         if self._group is not None and not self._is_paused:
             self._functions = (self._functions * 31 + digest) % _PRIME
 

@@ -51,11 +51,13 @@ class Call:
     """Called on each rank before each exchange in backward, with True if ranks have agreed that all come to it, and the
     number of the output that backward has come to; 0: it has none."""
     on_function: Callable[[int], object] = lambda _: None
-    """Called on each rank with a number for each function of features and what it is given, see `Features`."""
+    """Called on each rank with a number for each function of what is between, and what it is given, see `Between`."""
     outputs: WaitingOutputs = field(default_factory=WaitingOutputs)
     """Has the outputs of exchanges until backward comes to them."""
     have_gathered: bool = False
     """True if all ranks have the rows of all already, by one gather for another operator."""
+    are_alike: bool = False
+    """True if the inputs of all ranks have one shape."""
 
 
 def is_in_torch_func() -> bool:

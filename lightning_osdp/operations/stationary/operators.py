@@ -6,12 +6,13 @@ rows or, where a kind needs it, in columns.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from typing_extensions import Self, override
 
-from lightning_osdp.core.exchange import MOST_COLUMNS, numbers_of_operators
+from lightning_osdp.core.exchange import FED_KINDS, MOST_COLUMNS, numbers_of_operators
 from lightning_osdp.errors import ConfigurationError, RanksApartError
 from lightning_osdp.operations.splitting import class_name, inside_compiled, parameter_like
+from lightning_osdp.operations.stationary.between import Pair
 from lightning_osdp.operations.stationary.exchanges import (
     MOVE_WEIGHTS,
     Call,
@@ -35,9 +37,11 @@ from lightning_osdp.operations.stationary.exchanges import (
     to_features,
     to_samples,
 )
-from lightning_osdp.operations.stationary.features import Features, Pair
+from lightning_osdp.operations.stationary.features import Features
+from lightning_osdp.operations.stationary.heads import Heads
 from lightning_osdp.operations.stationary.waiting import NUM_GATHERS, WaitingOutputs
 
+_Any = TypeVar("_Any")
 _STATE = "_osdp_stationary"
 """Attribute of modules that move activations."""
 _GATHERED = "_osdp_gathered"
@@ -46,6 +50,8 @@ _GATHERED = "_osdp_gathered"
 _NO_GRADIENTS, _WEIGHT_GRADIENTS, _INPUT_GRADIENTS = range(3)
 """Gradients that a rank wants of a call: none, of weights, and of its input, too."""
 _NUM_WANTED = 3
+_NUM_SHAPES = 2**20
+"""Numbers by which ranks tell apart of what shape their rows are."""
 
 
 class _Coming(NamedTuple):
@@ -55,16 +61,19 @@ class _Coming(NamedTuple):
     place: int
     gathered: int
     wanted: int
+    shape: int
+    """Number of the shape of its rows."""
 
     def packed(self) -> int:
         number = (self.num_rows * MOST_COLUMNS + self.place) * (NUM_GATHERS + 1) + self.gathered
-        return number * _NUM_WANTED + self.wanted
+        return (number * _NUM_WANTED + self.wanted) * _NUM_SHAPES + self.shape
 
     @classmethod
     def unpacked(cls, number: int) -> Self:
+        number, shape = divmod(number, _NUM_SHAPES)
         number, wanted = divmod(number, _NUM_WANTED)
         number, gathered = divmod(number, NUM_GATHERS + 1)
-        return cls(*divmod(number, MOST_COLUMNS), gathered, wanted)
+        return cls(*divmod(number, MOST_COLUMNS), gathered, wanted, shape)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,11 +86,11 @@ class Ranks:
     """Gives, for a number of this rank, those of all ranks, who all call it; raises where ranks are apart."""
     before_backward: Callable[[bool, int], object] = lambda _, __: None
     """Called before each exchange in backward, see `Call.before_backward`."""
-    before_end: Callable[[], object] = lambda: None
-    """Called before the exchange at the end of a pair, to which all ranks come that have begun it; raises where ranks
-    are apart."""
+    numbers_at_end: Callable[[int], Sequence[int]] | None = None
+    """Like ``numbers_of_ranks``, before the last of operators that feed each other, to which all ranks come that have
+    begun; None for that itself."""
     on_function: Callable[[int], object] = lambda _: None
-    """Called with a number for each function between a pair, see `Call.on_function`."""
+    """Called with a number for each function between operators that feed each other, see `Call.on_function`."""
     outputs: WaitingOutputs = field(default_factory=WaitingOutputs)
     """Has the outputs of exchanges until backward comes to them."""
     dtype: torch.dtype | None = None
@@ -111,11 +120,26 @@ class Ranks:
                 gradient.copy_(summed)
         return gradient
 
-    def call(self, rows: Tensor, place: int = 0, gathered: int = 0) -> tuple[Tensor, Call]:
+    def end(self, num_rows: int) -> Sequence[int]:
+        """Numbers of rows with which ranks come to the last of operators that feed each other.
+
+        Raises:
+            RanksApartError: some come to another one.
+        """
+        numbers = (self.numbers_at_end or self.numbers_of_ranks)(num_rows) if self.mesh.size() > 1 else [num_rows]
+        return self._here(numbers)
+
+    def _here(self, of_ranks: Sequence[_Any]) -> Sequence[_Any]:
+        """Those of the ranks of this node, which follow each other."""
+        node = self.mesh.get_local_rank(0) if self.mesh.ndim > 1 else 0
+        return of_ranks[node * self.num_parts :][: self.num_parts]
+
+    def call(self, rows: Tensor, lead: Sequence[int] = (), *, place: int = 0, gathered: int = 0) -> tuple[Tensor, Call]:
         """Begins a call of an operator with rows, which all ranks make at a time.
 
-        Returns the call with rows that need gradients if those of any rank do. ``place`` is that of the operator among
-        those that take one input, and ``gathered`` the number of what another of them has gathered, see `_Left`.
+        Returns the call with rows that need gradients if those of any rank do. ``lead`` is the shape of the rows,
+        ``place`` that of the operator among those that take one input, and ``gathered`` the number of what another of
+        them has gathered, see `_Left`.
 
         Raises:
             ConfigurationError: ``torch.func`` calls it.
@@ -128,7 +152,8 @@ class Ranks:
             )
         wanted = _INPUT_GRADIENTS if rows.requires_grad else _WEIGHT_GRADIENTS
         wanted = wanted if torch.is_grad_enabled() else _NO_GRADIENTS
-        number = _Coming(len(rows), place, gathered, wanted).packed()
+        shape = zlib.crc32(repr(tuple(lead)).encode()) % _NUM_SHAPES
+        number = _Coming(len(rows), place, gathered, wanted, shape).packed()
         numbers = self.numbers_of_ranks(number) if self.mesh.size() > 1 else [number]
         coming = [_Coming.unpacked(each) for each in numbers]
         wanted_by_ranks = {each.wanted for each in coming}
@@ -146,13 +171,12 @@ class Ranks:
             )
         if wanted < max(wanted_by_ranks):
             rows = rows.detach().requires_grad_()  # takes part in the exchange of the others' gradients
-        node = self.mesh.get_local_rank(0) if self.mesh.ndim > 1 else 0
-        here = coming[node * self.num_parts :][: self.num_parts]  # ranks of a node follow each other
         return rows, Call(
             group=self.mesh.get_group(self.mesh.ndim - 1),
             rank=self.rank,
-            rows=tuple(each.num_rows for each in here),
+            rows=tuple(each.num_rows for each in self._here(coming)),
             have_gathered={each.gathered for each in coming} == {gathered} != {0},
+            are_alike={(each.num_rows, each.shape) for each in coming} == {(len(rows), shape)},
             before_backward=self.before_backward,
             on_function=self.on_function,
             outputs=self.outputs,
@@ -227,12 +251,17 @@ class _Linear(_Stationary):
         num_inputs, ranks = weight.shape[1 - self._out_dim], self._osdp_stationary.ranks
         if x.shape[-1:] != (num_inputs,):
             raise RuntimeError(f"Expected an input with {num_inputs} features, got one of shape {tuple(x.shape)}.")
-        rows = x.reshape(-1, num_inputs)
+        rows = self._to_compute(x.reshape(-1, num_inputs))
+        return ranks.call(rows, x.shape[:-1], place=self._osdp_stationary.place, gathered=gathered)
+
+    def _to_compute(self, rows: Tensor) -> Tensor:
+        """Rows in the precision to compute in, before they are sent."""
+        ranks, device = self._osdp_stationary.ranks, rows.device.type
         if ranks.casts_inputs and rows.is_floating_point():
             rows = rows.to(ranks.dtype)
-        if torch.is_autocast_enabled(x.device.type) and rows.is_floating_point() and rows.dtype != torch.float64:
-            rows = rows.to(torch.get_autocast_dtype(x.device.type))  # before it is sent
-        return ranks.call(rows, self._osdp_stationary.place, gathered)
+        if torch.is_autocast_enabled(device) and rows.is_floating_point() and rows.dtype != torch.float64:
+            rows = rows.to(torch.get_autocast_dtype(device))
+        return rows
 
 
 def _leave_with(x: Tensor, operators: Pair | _Columns, value: Any) -> None:
@@ -285,19 +314,18 @@ class _Column(_Linear):
 
 
 class _First(_Column):
-    """First operator of a pair, or one of two that take the same input."""
+    """First operator of a pair, or one of several that take the same input."""
 
     def _gathered_for(self, pair: Pair, x: Tensor) -> tuple[Tensor, Call]:
-        """Input of all ranks, and the call. The first of two operators leaves them with its input, for the other."""
+        """Input of all ranks, and the call. The first of several operators leaves them with its input, for others."""
         version = 0 if x.is_inference() else x._version  # which counts changes in place
         left = _taken_from(x, pair)
-        if left is not None and left[0] == version:
-            return left[1]  # type: ignore[no-any-return]
-        rows, call = self._begin(x)
-        found = gather(rows, call), call
-        if len(pair.operators) > 2:
-            _leave_with(x, pair, (version, found))
-        return found
+        if left is None or left[0] != version:
+            rows, call = self._begin(x)
+            left = version, (gather(rows, call), call)
+        if self._osdp_stationary.place < len(pair.operators) - 2:
+            _leave_with(x, pair, left)
+        return left[1]  # type: ignore[no-any-return]
 
     @override
     def forward(self, input: Tensor) -> Tensor:  # as torch names it
@@ -308,6 +336,25 @@ class _First(_Column):
         features = self._features_of(gathered)
         ones = [1] * (input.dim() - 2)
         return Features.of(features.view(*ones, *features.shape), pair, call, input.shape[:-1])
+
+
+class _Projection(_First):
+    """Operator of queries, keys or values, which makes this rank's heads of the samples of all.
+
+    Where these differ in shape it makes all heads of this rank's samples, as a column does.
+    """
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
+        """Outputs of the shape of those of the whole operator, (*, outputs), for an input of shape (*, inputs)."""
+        pair = self._osdp_stationary.pair
+        assert pair is not None
+        gathered, call = self._gathered_for(pair, input)
+        features, lead = self._features_of(gathered), input.shape[:-1]
+        pair.by_itself = None if call.are_alike and len(features) and len(call.rows) > 1 else call
+        if pair.by_itself is None:
+            return Heads.from_rows(features, pair, call, lead)
+        return to_samples(features, call, self._num_outputs).view(*lead, self._num_outputs)
 
 
 class _Row(_Linear):
@@ -348,9 +395,42 @@ class _Last(_Row):
                 f" between, for they move activations as a pair; got another {type(input).__name__}."
                 f" {MOVE_WEIGHTS}"
             )
-        self._osdp_stationary.ranks.before_end()
-        outputs = self._outputs_of(input.plain().flatten(0, -2), input.call)
+        self._osdp_stationary.ranks.end(0)
+        outputs = self._outputs_of(self._to_compute(input.plain().flatten(0, -2)), input.call)
         return outputs.view(*input.lead, self._num_outputs)
+
+
+class _Attended(_Row):
+    """Operator that takes what attention makes."""
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
+        """Output of the whole operator, (*, outputs), for what attention makes of the heads of projections.
+
+        Raises:
+            ConfigurationError: the input is something else.
+        """
+        pair, lead = self._osdp_stationary.pair, input.shape[:-1]
+        assert pair is not None
+        heads = input if isinstance(input, Heads) else None
+        call = pair.by_itself if heads is None else heads.call
+        if call is None or (heads is not None and heads.pair is not pair):
+            raise ConfigurationError(
+                f"Expected {pair.operators[-1]!r} to be given what attention makes of what {pair.firsts} made, for they"
+                f" move activations by heads; got another {type(input).__name__}. {MOVE_WEIGHTS}"
+            )
+        # attention may leave fewer rows than it was given
+        call = replace(call, rows=tuple(self._osdp_stationary.ranks.end(lead.numel())))
+        if heads is None:
+            features = to_features(self._to_compute(input.reshape(-1, input.shape[-1])), call)
+        elif len({*call.rows}) > 1:
+            raise RanksApartError(
+                f"Expected attention to give {pair.operators[-1]!r} as many rows on each rank, for it has some heads of"
+                f" all ranks' samples, got {call.rows}. Cut samples by what is the same on all ranks. {MOVE_WEIGHTS}"
+            )
+        else:
+            features = self._to_compute(heads.rows())
+        return self._outputs_of(features, call).view(*lead, self._num_outputs)
 
 
 class _Embedding(_Stationary):
@@ -375,6 +455,7 @@ _CLASSES: Mapping[str, tuple[str, ...]] = {
     "column": _LINEAR,
     "row": _LINEAR,
     "pair": _LINEAR,
+    "attention": _LINEAR,
     "embedding": ("torch.nn.modules.sparse.Embedding",),
 }
 """Classes of the operators of each kind, by their qualified names so that nothing need be imported."""
@@ -382,9 +463,10 @@ _ROLES: Mapping[str, tuple[type[_Stationary], ...]] = {
     "column": (_Column,),
     "row": (_Row,),
     "pair": (_First, _Last),
+    "attention": (_Projection, _Attended),
     "embedding": (_Embedding,),
 }
-"""Classes that the operators of each kind get; where there is one more, two have the first class."""
+"""Classes that the operators of each kind get; where there are more, the others have the first class."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -420,8 +502,9 @@ def _refusal_together(kind: str, operators: Sequence[str], modules: Sequence[nn.
     taken = [weight.shape[1 - dim] for weight, dim in zip(weights, dims, strict=True)]
     if len({*modules}) < len(modules):
         return f"{list(operators)} are not modules of their own"
-    if kind == "column" and len({*taken}) > 1:
-        return " and ".join(f"{name!r} takes {number}" for name, number in zip(operators, taken, strict=True))
+    of_one_input = {"column": taken, "attention": taken[:-1]}.get(kind, ())
+    if len({*of_one_input}) > 1:
+        return " and ".join(f"{name!r} takes {number}" for name, number in zip(operators, of_one_input, strict=False))
     for name, weight, dim in zip(operators[:-1], weights, dims, strict=False) if kind == "pair" else ():
         made = weight.shape[dim]
         if made != taken[-1] or weight.dtype != weights[-1].dtype:
@@ -461,7 +544,9 @@ def make_stationary(root: nn.Module, kind: str, operators: Sequence[str], ranks:
 
     Each rank keeps its part of the parameters that it has, in memory of its own on the device of the mesh.
     """
-    pair = Pair(tuple(operators)) if kind == "pair" else None
+    pair = Pair(tuple(operators)) if kind in FED_KINDS else None
+    if kind == "attention":
+        _check_heads(root, operators, ranks)
     columns = _Columns(len(operators)) if kind == "column" and len(operators) > 1 else None
     first, *others = _ROLES[kind]
     roles = [first] * (len(operators) - len(others)) + others
@@ -472,10 +557,22 @@ def make_stationary(root: nn.Module, kind: str, operators: Sequence[str], ranks:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = _cut(parameter, ranks, weight_dim if name == "weight" else 0)
-        vars(module)[_STATE] = _State(
-            ranks=ranks, whole_type=type(module), pair=pair, columns=columns, place=place if columns else 0
-        )
+        vars(module)[_STATE] = _State(ranks=ranks, whole_type=type(module), pair=pair, columns=columns, place=place)
         module.__class__ = _class_of(role, type(module))  # type: ignore[arg-type]
+
+
+def _check_heads(root: nn.Module, operators: Sequence[str], ranks: Ranks) -> None:
+    """Raises `ConfigurationError` unless each rank has as many features of attention."""
+    *firsts, last = ((name, root.get_submodule(name)) for name in operators)
+    dims = [(name, module, 0) for name, module in firsts] + [(*last, 1)]
+    for name, module, dim in dims:
+        weight: Any = module._parameters["weight"]
+        number = weight.shape[abs(_OUT_DIMS[class_name(type(module))] - dim)]
+        if number % ranks.num_parts:
+            raise ConfigurationError(
+                f"Expected features that {ranks.num_parts} ranks divide, for each is to have some heads, got {number}"
+                f" of {name!r}. {MOVE_WEIGHTS}"
+            )
 
 
 def is_stationary(module: object) -> bool:

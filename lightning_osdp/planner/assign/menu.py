@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_osdp.core.axes import Subject, treatments_of
+from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.planner.assign.additive import Modes
@@ -29,11 +30,16 @@ def subject_of(unit: UnitProfile, step: Step, engine: FSDP2) -> Subject:
         is_trained=unit.gradient_bytes > 0,
         may_leave=unit.parameter_bytes > 0 and unit.trainable_bytes in {0, unit.parameter_bytes},
         may_leave_alone=not unit.gradient_bytes,
-        may_exchange=unit.exchange is not None and unit.block is None and step.cluster.world_size > 1,
+        may_exchange=unit.exchange is not None and unit.block is None and _may_exchange(unit.exchange, step),
         may_replicate=_may_replicate(unit) and step.cluster.world_size > 1,
         may_stay=not unit.gradient_bytes and not unit.is_root and step.cluster.world_size > 1,
         may_wait=waits and engine.may_wait(unit),
     )
+
+
+def _may_exchange(exchange: Exchange, step: Step) -> bool:
+    """Tells if the ranks can each have a part of an exchange's operators."""
+    return step.cluster.world_size > 1 and exchange.divides_over(step.cluster.world_size)
 
 
 def _may_replicate(unit: UnitProfile) -> bool:

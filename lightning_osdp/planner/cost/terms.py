@@ -116,7 +116,8 @@ def exchange_s(exchange: Exchange, kind: str, cluster: Cluster, workload: Worklo
     """Seconds of one exchange, of ``EXCHANGES``, over all ranks or those of a node; none where nothing is sent.
 
     Before inputs, all ranks tell each other how many rows they have and what they are about to exchange, by way of
-    their hosts, which each of several columns does; before outputs of a pair likewise that all come to its end.
+    their hosts, which each of several columns does; before the last operator that others feed likewise that all come
+    to it.
     """
     of_operation = {"all_gather": cluster.all_gather_s, "all_to_all": cluster.all_to_all_s}
     seconds = 0.0
@@ -125,9 +126,9 @@ def exchange_s(exchange: Exchange, kind: str, cluster: Cluster, workload: Worklo
         seconds += of_operation[message.operation](num_bytes, over=over) if num_bytes else 0.0
     num_agreed = 0
     if kind == EXCHANGES[0]:
-        num_agreed = len(exchange.outputs) or 1
+        num_agreed = len(exchange.operators) if exchange.is_shared else 1
     elif kind == EXCHANGES[1]:
-        num_agreed = int(exchange.kind == "pair")
+        num_agreed = int(exchange.is_fed)
     return seconds + num_agreed * cluster.agreement_s(_NUMBER_BYTES * (cluster.world_size + 2))
 
 

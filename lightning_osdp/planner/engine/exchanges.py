@@ -19,9 +19,11 @@ operators save of their input, and while operators run
     row             max(x, 2 n y)       max(n y - min(y, d), 2 d - x - y, g)
     pair            0; 2 n y            max((n-1) d, n (2 d - x), g); max(n y, g)
     pair of three   0; 0; 2 n y         max(2 n d, g); max(n d, g); max(n y, g)
+    attention       o each; x+i+2 n y   max(2 n d, g), max(n d, g) of the last one; max(n y, i, g)
     embedding       2 y                 max(2 y - g, y, g)
 
-with the gradient of the shard, g, which counts besides and is not there yet while gradients of outputs are exchanged,
+with outputs o of projections and the input i of attention's last operator, which are copied into another order; with
+the gradient of the shard, g, which counts besides and is not there yet while gradients of outputs are exchanged,
 and a copy of it. An exchange holds what is sent and what is received; forward holds the
 input itself besides, which nothing saves. Backward is beside the gradients of an output and of an input, y + d, which
 are there where weights move, too, or count besides; what is saved is gone when gradients of inputs are exchanged.
@@ -54,7 +56,7 @@ class Message(NamedTuple):
 def messages(exchange: Exchange, num_ranks: int) -> Mapping[str, tuple[Message, ...]]:
     """Collectives of a micro-batch by the kind of event that issues them."""
     n, x, d = num_ranks, exchange.input_bytes, exchange.input_gradient_bytes
-    outputs = exchange.outputs or (exchange.output_bytes,)
+    outputs = exchange.outputs if exchange.is_shared else (exchange.output_bytes,)
     gathers, sums = exchange.gathers_inputs, exchange.sums_outputs
     return {
         "exchange_inputs": (Message("all_gather", x * n) if gathers else Message("all_to_all", x),),
@@ -90,6 +92,16 @@ def _beside(
     """
     n, x, d, y = num_ranks, *(of.at(samples) for of in (each.input_bytes, each.input_gradient_bytes, each.output_bytes))
     itself, g = each.saved_bytes.at(samples), gradients[0]
+    if each.kind == "attention":
+        *of_firsts, of_last = gradients
+        made, fed = [output.at(samples) for output in each.outputs], each.fed_bytes.at(samples)
+        summands = [2 * n * d] * (len(made) - 1) + [n * d]
+        firsts = (
+            _Beside(itself + copied, max(added, of), n * x + copied)
+            for copied, added, of in zip(made, summands, of_firsts, strict=True)
+        )
+        # the module whose forward this is still has its input
+        return *firsts, _Beside(itself + fed + 2 * n * y, max(n * y, fed, of_last), fed + 2 * n * y)
     if each.kind == "pair":
         *of_firsts, of_last = gradients
         # gradients of gathered inputs are added up, and exchanged behind the operator that forward began with
@@ -133,8 +145,11 @@ def _by_segment(step: Step, exchanges: Mapping[Exchange, int]) -> dict[int, _Bes
         besides = _beside(each, n, samples, gradients=shards, there=there)
         found |= {places[name]: beside for name, beside in zip(each.operators, besides, strict=True)}
         # gathered gradients of the input are there until the first of several columns has come
-        between = range(places[each.operators[0]], places[each.operators[-1]]) if each.is_shared else ()
-        more = _Beside(backward=(n - 1) * each.input_gradient_bytes.at(samples))
+        last = {"column": -1, "attention": -2}.get(each.kind, 0)
+        between = range(places[each.operators[0]], places[each.operators[last]])
+        # and what is gathered for attention stays until the last of its projections, which it does in evaluations, too
+        kept = n * each.input_bytes.at(samples) if each.kind == "attention" else 0.0
+        more = _Beside(backward=(n - 1) * each.input_gradient_bytes.at(samples), evaluation=kept)
         found |= {index: more for index in between if index not in found}
     return found
 
@@ -148,6 +163,8 @@ def with_exchanges(step: Step, exchanges: Mapping[Exchange, int]) -> ModelProfil
     saved = dict[str, float]()
     for each, n in exchanges.items():
         beyond = [saved_beyond(each, n), *(part * -1 for part in each.saved_again)]
+        if each.kind == "attention":
+            beyond[-1] += each.fed_bytes  # copied into the order of the ranks
         saved |= {
             name: part.at(step.workload.micro_batch_size) for name, part in zip(each.operators, beyond, strict=False)
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -152,16 +154,44 @@ def profile_exchanges(
                 for sizes in zip(*(part.joint_saved_bytes for part in at.values()), strict=True)
             )
             kind, made = ("pair", outputs[-1]) if is_pair else ("column", sum(outputs, ZERO))
-            found.append(
-                Exchange(
-                    kind,
-                    members,
-                    *(given, needed, made, saved),
-                    saved_again=tuple(saved_again),
-                    outputs=() if is_pair else outputs,
-                )
+            exchange = Exchange(
+                kind,
+                members,
+                *(given, needed, made, saved),
+                saved_again=tuple(saved_again),
+                outputs=() if is_pair else outputs,
             )
+            found.append(exchange)
+            attended = _attended(trace, index)
+            if attended is not None and sequence[attended] in may - embeddings:
+                found.append(_as_attention(exchange, trace, index, attended))
     return tuple(found)
+
+
+def _attended(trace: Trace, index: int) -> int | None:
+    """Place of the operator that takes what attention makes of this one and the two that follow it, if any does."""
+    found = {
+        None if handed.attended is None else index + handed.attended
+        for parts in trace.activations.values()
+        if (handed := parts[index].handed) is not None
+    }
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _as_attention(columns: Exchange, trace: Trace, index: int, attended: int) -> Exchange:
+    """Exchange of columns of one input together with the operator at this place, by heads."""
+    at = {size: parts[attended] for size, parts in trace.activations.items()}
+    handed = {size: part.handed for size, part in at.items() if part.handed is not None}
+    heads = [each.num_heads for parts in trace.activations.values() if (each := parts[index].handed) is not None]
+    return dataclasses.replace(
+        columns,
+        kind="attention",
+        operators=(*columns.operators, trace.calls.sequence[attended]),
+        output_bytes=affine({size: each.output_bytes for size, each in handed.items()}),
+        saved_again=(*columns.saved_again, affine({size: part.own_saved_bytes for size, part in at.items()})),
+        fed_bytes=affine({size: each.input_bytes for size, each in handed.items()}),
+        num_heads=math.gcd(*heads),
+    )
 
 
 def _outputs(trace: Trace, places: Sequence[int]) -> tuple[Affine, ...]:

@@ -1,7 +1,7 @@
-"""Record of what operators are given and give in one forward, and which of them feed each other element by element.
+"""Record of what operators are given and give in one forward, and which of them feed each other.
 
 Between an operator that makes features and one that takes them, ranks may hold parts of these features for the rows of
-all ranks, if whatever happens between treats each element by itself, and nobody else looks at it.
+all ranks, if whatever happens between treats each element by itself, or each head, and nobody else looks at it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from typing_extensions import override
 
 from lightning_osdp.core.exchange import MOST_COLUMNS
 from lightning_osdp.operations.splitting.splitters import SPLITTERS, class_name
+from lightning_osdp.operations.stationary.between import is_of_one_rank
+from lightning_osdp.operations.stationary.elementwise import is_elementwise, is_number_of_all
 from lightning_osdp.operations.stationary.exchanges import is_in_torch_func
-from lightning_osdp.operations.stationary.features import is_elementwise, is_number_of_all, is_of_one_rank
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
+from lightning_osdp.profiler.tracing.attention import Attention
 from lightning_osdp.profiler.tracing.calls import Position
 
 
@@ -42,6 +44,11 @@ class Handed(NamedTuple):
     columns: tuple[int, ...] = ()
     """Numbers of segments to those of operators that are given the same input and follow, with no other operator in
     between; empty where this one follows another of them."""
+    attended: int | None = None
+    """Number of segments to that of the one operator that takes what attention makes of the outputs of this one and of
+    the two that follow it; None where they are not two, or anything else takes these outputs."""
+    num_heads: int = 1
+    """Number of heads, those of keys if these are fewer."""
 
 
 class Feeds(TorchDispatchMode):
@@ -59,6 +66,12 @@ class Feeds(TorchDispatchMode):
         """Segment -> segments that its operator's one input has outputs of."""
         self._first_given = WeakIdKeyDictionary()
         """Input -> segment of the first operator that was given it."""
+        self._attention = Attention()
+        self._of_batch = set[int | None]()
+        """Keys of storages of the batch, and of what is made of it."""
+        self._has_read_batch = False  # values of it, of which Python may have made anything
+        self.num_shown = 0
+        """Functions that are running and were shown, or will be, see `see`: operations belong to them."""
         self._like: dict[int, int] = {}
         """Segment -> the first that was given the same input."""
         self._input: Tensor | None = None
@@ -75,6 +88,7 @@ class Feeds(TorchDispatchMode):
         if tensor is not None and tensor.is_floating_point():
             may_exchange = may_exchange and tensor.dim() > 1
         self._input = tensor if may_exchange else None
+        self._attention.take(self.running, given, may_exchange=may_exchange)
         for each in given:
             sources = self._of.get(storage_key(each), frozenset())
             self._take(sources, self.running if may_exchange else None)
@@ -90,19 +104,25 @@ class Feeds(TorchDispatchMode):
             self._handed[segment] = Handed(num_bytes, num_bytes if given.requires_grad else 0, output.nbytes)
             self._takers[segment] = set()
             self._note(output, frozenset([segment]))
+            self._attention.give(segment, output)
         self.running = self._input = None
 
     def end(self, returned: Any) -> None:
         """Ends forward, which has returned this."""
         for tensor in tensors_in(returned):
             self._take(self._of.get(storage_key(tensor), frozenset()), None)
+            self._attention.look(tensor)
 
     def by_segment(self) -> Mapping[int, Handed]:
         """Operators' inputs and outputs; without those of which nothing is known, or which have several inputs."""
         found = {}
         following = self._following()
         for segment, known in self._handed.items():
-            handed = known._replace(columns=following.get(segment, ()))
+            others = following.get(segment, ())
+            handed = known._replace(columns=others)
+            output = self._attention.output_of([segment, *(segment + each for each in others)])
+            if output is not None and len(others) == 2:
+                handed = handed._replace(attended=output[0] - segment, num_heads=output[1])
             taker, fed_by = self._taker(segment)
             feeding = fed_by - {segment}
             if taker is not None and all(self._goes_with(segment, other) for other in feeding) and len(feeding) < 2:
@@ -134,15 +154,17 @@ class Feeds(TorchDispatchMode):
         """Tells if two operators are given the same, and one and the same operator takes what they make."""
         return self._like[segment] == self._like[other] and self._taker(segment) == self._taker(other)
 
-    def see(self, function: Any, given: list[Tensor], result: Any) -> None:
+    def see(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Takes what a function of torch is called with and gives, before the function is cut into operations.
 
         Sizes never come to be an operation, and a parameter may be cast before it does. Whatever ``torch.func``
         transforms looks at what it is given.
         """
+        given = [*tensors_in((args, kwargs))]
         if is_in_torch_func():
             for tensor in given:
                 self._take(self._of.get(storage_key(_unwrapped(tensor)), frozenset()), None)
+                self._attention.look(_unwrapped(tensor))
             return
         keys = [storage_key(tensor) for tensor in given]
         sources = frozenset[int]().union(*(self._of.get(key, frozenset()) for key in keys))
@@ -150,15 +172,31 @@ class Feeds(TorchDispatchMode):
             others = (tensor for tensor, key in zip(given, keys, strict=True) if key not in self._of)
             if is_of_one_rank(function, result) or not all(map(is_number_of_all, others)):
                 self._take(sources, None)
+        if self.running is None and self.num_shown == 0:
+            known = (self._attention.is_followed(each) or isinstance(each, nn.Parameter) for each in given)
+            unknown = {storage_key(tensor) for tensor, is_known in zip(given, known, strict=True) if not is_known}
+            is_alike = not unknown or (not self._has_read_batch and unknown.isdisjoint(self._of_batch))
+            self._attention.see(function, args, kwargs, result, is_alike=is_alike)
+
+    def add_batch(self, batch: Any) -> None:
+        """Takes the batch, which may have other values on each rank."""
+        for tensor in tensors_in(batch):
+            self._note_of_batch(tensor)
 
     @override
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.running is not None or function.namespace == "prim":
-            return function(*args, **(kwargs or {}))
         given = [*tensors_in((args, kwargs))]
+        is_of_batch = any(storage_key(tensor) in self._of_batch for tensor in given)
         known = [tensor for tensor in given if storage_key(tensor) in self._of]
         sources = frozenset[int]().union(*(self._of[storage_key(tensor)] for tensor in known))
         returned = function(*args, **(kwargs or {}))
+        for tensor in tensors_in(returned) if is_of_batch else ():
+            self._note_of_batch(tensor)
+        self._has_read_batch |= is_of_batch and function.overloadpacket.__name__ == "_local_scalar_dense"
+        for tensor in given if self.running is None and not self.num_shown else ():
+            self._attention.look(tensor)
+        if self.running is not None or function.namespace == "prim":
+            return returned
         if sources:
             made = [*tensors_in(returned)]
             is_alone = all(storage_key(tensor) in self._of for tensor in given if tensor.numel() > 1)
@@ -183,6 +221,12 @@ class Feeds(TorchDispatchMode):
             weakref.finalize(tensor.untyped_storage(), self._of.pop, key, None).atexit = False
         self._of[key] = sources
 
+    def _note_of_batch(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        if key is not None and key not in self._of_batch:
+            weakref.finalize(tensor.untyped_storage(), self._of_batch.discard, key).atexit = False
+            self._of_batch.add(key)
+
 
 def _unwrapped(tensor: Tensor) -> Tensor:
     """Tensor that ``torch.func`` has wrapped, which has a storage."""
@@ -200,18 +244,23 @@ class _Functions(TorchFunctionMode):
 
     @override
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        self.feeds.see(function, [*tensors_in((args, kwargs))], result)
+        self.feeds.num_shown += 1
+        try:
+            result = function(*args, **(kwargs or {}))
+        finally:
+            self.feeds.num_shown -= 1
+        self.feeds.see(function, args, kwargs or {}, result)
         return result
 
 
 @contextmanager
-def recorded_feeds(module: nn.Module, feeds: Feeds) -> Iterator[None]:
+def recorded_feeds(module: nn.Module, feeds: Feeds, batch: Any) -> Iterator[None]:
     """Records what operators are given and give, of those that are of a class that can be cut, and called once.
 
     Operators that are changed in another way are recorded, too.
     """
     calls = feeds.position.calls
+    feeds.add_batch(batch)
     with ExitStack() as cleanup:
         for name, child in module.named_modules():
             if class_name(type(child)) in SPLITTERS and len(calls.spans.get(name, ())) == 1:

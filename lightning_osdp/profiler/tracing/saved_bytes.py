@@ -351,7 +351,7 @@ def trace_activations(
         cleanup.enter_context(saving_less(module, blocks, choice, follower, kept))
         with ExitStack() as forward:
             if exchanges:
-                forward.enter_context(recorded_feeds(module, follower.feeds))
+                forward.enter_context(recorded_feeds(module, follower.feeds, batch))
             forward.enter_context(saved_tensors_hooks(follower.keep, lambda packed: packed))
             forward.enter_context(follower.reads)
             returned = run()

@@ -63,6 +63,18 @@ def test_peak_of_columns_of_one_input_is_what_was_predicted(ranks, world_size, n
     assert predicted == pytest.approx(counted, rel=5e-3)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "num_micro_batches", "node_size"), [(2, 3, None), slow(2, 1, None), slow(4, 3, None), slow(4, 3, 2)]
+)
+def test_peak_of_attention_by_heads_is_what_was_predicted(ranks, world_size, num_micro_batches, node_size):
+    options = {"num_micro_batches": num_micro_batches, "node_size": node_size}
+    ((predicted, counted, found), *_) = ranks(world_size).run(
+        predicted_and_counted_peak, name="wide_attending", kinds=("attention",), **options
+    )
+    assert [kind for kind, _ in found] == ["attention"] * 2
+    assert predicted == pytest.approx(counted, rel=5e-3)
+
+
 @pytest.mark.slow
 @KINDS
 def test_peak_of_a_step_in_nodes_is_what_was_predicted(ranks, kinds):

@@ -59,7 +59,15 @@ class Model(nn.Module):
         self.narrow, self.wide = linear(width, 2), linear(2, width)
         self.gate, self.lift, self.lower = linear(width, inner), linear(width, inner), linear(inner, width)
         self.query, self.key, self.value = nn.Linear(width, 5, bias=False), linear(width, 5), linear(width, width)
+        self.to_query, self.to_key, self.to_value = (linear(width, 16) for _ in range(3))
+        self.output = linear(16, width)
         self.head = nn.Linear(width, VOCABULARY)
+
+    def attention(self, x):
+        by_head = (
+            each(x).unflatten(-1, (4, -1)).transpose(1, 2) for each in (self.to_query, self.to_key, self.to_value)
+        )
+        return self.output(F.scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2).flatten(2))
 
     def forward(self, indices):
         x = self.embedding(indices)
@@ -67,6 +75,7 @@ class Model(nn.Module):
             x = block(x)
         x = x + self.lower(F.silu(self.gate(x)) * self.lift(x))
         x = x + torch.softmax(self.query(x) @ self.key(x).mT, -1) @ self.value(x)
+        x = x + self.attention(x)
         return self.head(x + self.wide(torch.tanh(self.narrow(x))))
 
 
@@ -80,6 +89,7 @@ def _changed(model):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     kinds = [("embedding", ("embedding",)), ("column", ("head",)), ("row", ("wide",)), ("column", ("narrow",))]
     kinds += [("pair", ("gate", "lift", "lower")), ("column", ("query", "key", "value"))]
+    kinds.append(("attention", ("to_query", "to_key", "to_value", "output")))
     for index in range(2):
         kinds += [("column", (f"blocks.{index}.qkv",)), ("row", (f"blocks.{index}.out",))]
         kinds.append(("pair", (f"blocks.{index}.up", f"blocks.{index}.down")))

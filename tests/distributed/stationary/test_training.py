@@ -24,7 +24,7 @@ from lightning_osdp.operations.stationary import is_stationary
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.fits import largest_difference, moving, shared_folder
-from tests.distributed.support.models import GPT, WideAttention, WideGated, WideMLP
+from tests.distributed.support.models import GPT, Attending, WideAttention, WideGated, WideMLP
 from tests.distributed.support.user_runs import Chain, ddp, difference, fitted, moved, plan_with, refusal
 from tests.distributed.users.test_user_models import Adversarial, Curvature, Penalty
 from tests.support.tiers import slow
@@ -43,6 +43,10 @@ EXCHANGES = {
     Chain: [("pair", ("first", "second")), ("row", ("third",)), ("column", ("last",))],
     WideGated: [("pair", ("gate", "up", "down"))],
     WideAttention: [("column", ("query", "key", "value"))],
+    Attending: [
+        ("attention", tuple(f"blocks.{index}.1.{name}" for name in ("query", "key", "value", "output")))
+        for index in range(2)
+    ],
 }
 
 
@@ -120,6 +124,24 @@ def test_training_of_operators_that_take_one_input_equals_ddp(ranks, make):
         for name, each in found.items():
             assert each["stationary"] == 3, name
             assert each["moved"] > 1e-5, name
+            assert each["ddp"] < (1e-7 if "norm" in name else 1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "mode", "names"),
+    [
+        (2, "mixed", STATIONARY, ["adamw", *TWO]),
+        (4, "mixed", STATIONARY, ["adamw"]),
+        slow(4, "mixed", STATIONARY, ["value", "accumulated", *TWO]),
+        slow(4, "nodes", NODE_STATIONARY, ["adamw", *TWO]),
+    ],
+)
+def test_training_of_attention_by_heads_equals_ddp(ranks, world_size, kind, mode, names):
+    for found in ranks(world_size).run(cases, names=names, make=Attending, kind=kind, mode=mode):
+        for name, each in found.items():
+            assert each["stationary"] == 8, name
+            assert each["plan"], name
+            assert each["moved"] > 1e-4, name
             assert each["ddp"] < (1e-7 if "norm" in name else 1e-9), name
 
 
@@ -342,6 +364,37 @@ def test_ranks_that_apply_other_functions_between_a_pair_are_told_apart(ranks, b
         assert text.startswith(
             "RanksApartError: Expected every rank to apply the same functions, with the same numbers"
         )
+
+
+class Masked(Attending):
+    """Attention with a mask that is of each rank, in training or in an evaluation."""
+
+    def __init__(self, optimizer="adamw", *, in_evaluation=False):
+        super().__init__(optimizer)
+        self.in_evaluation = in_evaluation
+
+    def loss(self, batch):
+        mask = torch.ones(self.length, self.length, dtype=torch.bool).tril()
+        mask[-1, 0] = dist.get_rank() == 0 or self.training == self.in_evaluation
+        for block in self.blocks:
+            block[1].mask = mask
+        return super().loss(batch)
+
+
+EXCHANGES[Masked] = EXCHANGES[Attending]
+
+
+def masked(in_evaluation):
+    make = partial(Masked, in_evaluation=in_evaluation)
+    options = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "val_check_interval": 1} if in_evaluation else {}
+    return refusal(lambda: fitted(OSDPStrategy(plan=stationary_plan(make), dry_run=False), make(), **options))
+
+
+@pytest.mark.parametrize("in_evaluation", [False, True])
+def test_masks_that_differ_between_ranks_are_told_apart(ranks, in_evaluation):
+    for text in ranks(2).run(masked, in_evaluation=in_evaluation):
+        assert text is not None
+        assert text.startswith("RanksApartError: Expected every rank to apply the same functions")
 
 
 class DryRunning(Chain):

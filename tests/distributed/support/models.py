@@ -188,4 +188,46 @@ class WideAttention(WideMLP):
         return F.mse_loss(self.last(torch.softmax(query @ key.mT, -1) @ value), y)
 
 
+class Heads(nn.Module):
+    """Attention with rotary positions, normalized queries, and half as many heads of keys and values as of queries."""
+
+    def __init__(self, width, heads, dropout=0.0):
+        super().__init__()
+        self.size, self.dropout, self.mask = width // heads, dropout, None
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width // 2, bias=False)
+        self.value, self.output = nn.Linear(width, width // 2), nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.rand(self.size))
+
+    def forward(self, x):
+        query, key, value = (
+            each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
+        angles = torch.arange(x.shape[1])[:, None] / torch.arange(1, self.size // 2 + 1)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        query = F.layer_norm(query, (self.size,)) * self.scale
+        for_turning = (query, key)
+        turned = []
+        for each in for_turning:
+            first, second = each.chunk(2, -1)
+            turned.append(torch.cat([first * cos - second * sin, second * cos + first * sin], -1))
+        dropout = self.dropout if self.training else 0.0
+        attended = {"attn_mask": self.mask, "is_causal": self.mask is None, "dropout_p": dropout}
+        mixed = F.scaled_dot_product_attention(*turned, value, enable_gqa=True, **attended)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class Attending(GPT):
+    """minGPT in small whose blocks are attention by itself."""
+
+    def __init__(self, optimizer="adamw", *, width=32, heads=8, **sizes):
+        super().__init__(optimizer, width=width, layers=2, **sizes)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(width), Heads(width, heads)) for _ in range(2)])
+
+
+class WideAttending(Attending):
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer, width=96, length=16, vocabulary=200)
+
+
+MODELS |= {"wide_attending": WideAttending}
 MODELS |= {"wide_mlp": WideMLP, "wide_gpt": WideGPT, "wide_gated": WideGated, "wide_attention": WideAttention}

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.operations.stationary.between import Pair
 from lightning_osdp.operations.stationary.exchanges import Call
-from lightning_osdp.operations.stationary.features import Features, Pair
+from lightning_osdp.operations.stationary.features import Features
 
 
 def features(values, rank=0, pair=None):

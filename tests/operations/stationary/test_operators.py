@@ -201,8 +201,8 @@ def test_columns_that_ranks_have_gathered_of_other_calls_gather_anew():
     """Both ranks have called the first operator twice; the other one goes on with what it gathered first."""
     apart = SimpleNamespace(size=lambda *_: 2, ndim=1, get_group=lambda _: None, get_local_rank=lambda _: 0)
     for others, expected in ((2, True), (1, False), (0, False)):
-        ranks = Ranks(mesh=apart, numbers_of_ranks=lambda number, o=others: [number, number + 3 * (o - 2)])
-        assert ranks.call(torch.randn(3, 5), 1, 2)[1].have_gathered is expected
+        ranks = Ranks(mesh=apart, numbers_of_ranks=lambda number, o=others: [number, number + 3 * (o - 2) * 2**20])
+        assert ranks.call(torch.randn(3, 5), place=1, gathered=2)[1].have_gathered is expected
 
 
 @pytest.mark.parametrize("operators", [("query",), ("query", "key", "value")])
@@ -259,9 +259,10 @@ def test_columns_gather_each_for_itself_without_gradients_and_in_another_precisi
 
 def test_columns_that_ranks_call_in_another_order_are_refused():
     # the other rank has a row, and comes to the second of three
-    ranks = Ranks(mesh=SimpleNamespace(size=lambda: 2), numbers_of_ranks=lambda number: [number, (1 * 3 + 1) * 16 * 3])
+    number_of_other = (1 * 3 + 1) * 16 * 3 * 2**20
+    ranks = Ranks(mesh=SimpleNamespace(size=lambda: 2), numbers_of_ranks=lambda number: [number, number_of_other])
     with pytest.raises(RanksApartError, match="several of one input in another order"):
-        ranks.call(torch.ones(2, 3), 2)
+        ranks.call(torch.ones(2, 3), place=2)
 
 
 def test_elementwise_functions_may_write_in_place(one_rank):

@@ -12,6 +12,7 @@ from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import grouped, partition
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planner.assign import Setting, pair_units
 from lightning_osdp.planner.cost import evaluation_peak, exact_peak, step_memory, unit_s
 from lightning_osdp.planner.cost.terms import collectives_s
 from lightning_osdp.planner.engine import EXCHANGES, FSDP2, effects_of, in_modes, messages, saved_beyond
@@ -28,7 +29,8 @@ FLOAT = 4
 def exchange(kind, operators=("first",), inputs=INPUTS, outputs=OUTPUTS, **fields):
     size = {"input": inputs, "input_gradient": inputs, "output": outputs}
     bytes_of = {f"{name}_bytes": Affine(0.0, FLOAT * ROWS * features) for name, features in size.items()}
-    of_columns = (bytes_of["output_bytes"],) * len(operators) if kind == "column" and len(operators) > 1 else ()
+    num_columns = {"column": len(operators), "attention": 3}.get(kind, 1)
+    of_columns = (bytes_of["output_bytes"],) * num_columns if num_columns > 1 else ()
     return Exchange(
         kind, operators, **bytes_of | {"saved_bytes": bytes_of["input_bytes"], "outputs": of_columns} | fields
     )
@@ -36,7 +38,7 @@ def exchange(kind, operators=("first",), inputs=INPUTS, outputs=OUTPUTS, **field
 
 def sent(kind, samples, num_ranks=RANKS, operators=(), **fields):
     """Bytes that a rank sends in a micro-batch, from the sizes of whole tensors."""
-    names = operators or ("a", "b")[: numbers_of_operators(kind)[0]]
+    names = operators or ("a", "b", "c", "d")[: numbers_of_operators(kind)[0]]
     found = messages(exchange(kind, names, **fields), num_ranks)
     every = (each for of_kind in found.values() for each in of_kind)
     return sum(each.num_bytes.at(samples) * (num_ranks - 1) / num_ranks for each in every)
@@ -52,6 +54,7 @@ def test_a_rank_sends_what_the_closed_forms_of_each_kind_say(num_ranks, samples)
     of_three = sent("column", samples, num_ranks, ("q", "k", "v"))
     assert of_three == pytest.approx(others * (i + 3 * o / num_ranks))
     assert sent("pair", samples, num_ranks) == pytest.approx(others * (i + o))
+    assert sent("attention", samples, num_ranks) == pytest.approx(others * (i + o))
     indices = {"input_bytes": Affine(0.0, 8.0 * ROWS), "input_gradient_bytes": Affine()}
     of_indices = (num_ranks - 1) * rows * 8
     assert sent("embedding", samples, num_ranks, **indices) == pytest.approx(others * o / num_ranks + of_indices)
@@ -65,8 +68,8 @@ def test_kinds_are_known_and_have_their_number_of_operators(kind, operators):
     with pytest.raises(ConfigurationError) as caught:
         Exchange(kind, operators)
     assert str(caught.value) == (
-        f"Expected an exchange of one of {KINDS} with one operator, up to three columns of one input, or two or three"
-        f" operators for a pair, got {kind!r} with {operators}."
+        f"Expected an exchange of one of {KINDS} with one operator, up to three columns of one input, two or three"
+        f" operators for a pair, or four for attention, got {kind!r} with {operators}."
     )
 
 
@@ -83,8 +86,9 @@ def test_an_input_without_gradient_sends_none_back():
 
 def test_inputs_of_all_ranks_stay_for_backward_but_where_each_takes_its_features():
     x = Affine(0.0, FLOAT * ROWS * INPUTS)
-    found = [saved_beyond(exchange(kind, ("a", "b")[: numbers_of_operators(kind)[0]]), RANKS) for kind in KINDS]
-    assert found == [x * 3, Affine(), x * 3, x * 3]
+    names = {kind: ("a", "b", "c", "d")[: numbers_of_operators(kind)[0]] for kind in KINDS}
+    found = [saved_beyond(exchange(kind, names[kind]), RANKS) for kind in KINDS]
+    assert found == [x * 3, Affine(), x * 3, x * 3, x * 3]
     # another operator saves the same input
     assert saved_beyond(exchange("row", saved_bytes=Affine()), RANKS) == x
     assert saved_beyond(exchange("column", saved_bytes=Affine()), RANKS) == x * 4
@@ -354,6 +358,48 @@ def test_two_operators_that_feed_a_third_hold_one_gathered_input_and_add_up_its_
     parts = [each[0] for each in kinds if each[0] in {*EXCHANGES, "forward", "backward"} and each[1] != 3]
     runs = ["exchange_inputs", *["forward"] * 3, "exchange_outputs"]
     assert parts == [*runs, "exchange_output_gradients", *["backward"] * 3, "exchange_input_gradients"]
+
+
+def test_attention_holds_one_gathered_input_and_copies_in_the_order_of_heads(model, operator):
+    names, i = ("q", "k", "v", "o"), Affine(0.0, 104.0)
+    operators = [operator(name, 4000, activation_bytes_per_sample=96) for name in names]
+    of_all = exchange("attention", names, fed_bytes=i, num_heads=8, saved_again=(Affine(),) * 3)
+    profile = model(*operators, exchanges=(of_all,))
+    units = grouped(profile, {"": [], "q": names}, {"q": names})
+    found = Step(profile=profile, units=units, cluster=cluster(), workload=Workload(micro_batch_size=100))
+    segments, before = (in_modes(found, (DP, mode)).profile.segments for mode in (STATIONARY, ZDP))
+    x, y, fed = 96 * 100, 144 * 100, 104 * 100
+
+    def beside(name):
+        pairs = zip(segments, before, strict=True)
+        return [getattr(each, name).at(100) - getattr(other, name).at(100) for each, other in pairs]
+
+    assert beside("saved_bytes") == [3 * x, 0, 0, fed, 0]
+    assert beside("forward_workspace_bytes") == [x + y, x + y, x + y, x + fed + 2 * 4 * y, 0]
+    assert beside("backward_workspace_bytes") == [2 * 4 * x, 2 * 4 * x, 4 * x, 4 * y, 0]
+    kinds = [event.kind for event in FSDP2().events_of(found, (DP, STATIONARY))[0] if event.of == 1]
+    assert [kind for kind in kinds if kind in EXCHANGES] == [*EXCHANGES]
+    seconds = collectives_s(units[1], STATIONARY, cluster=found.cluster, workload=found.workload)
+    assert all(each_s > 0 for each_s in seconds.values())
+
+
+@pytest.mark.parametrize(("num_heads", "may_move"), [(8, True), (4, True), (6, False), (2, False)])
+def test_heads_are_not_cut(model, operator, num_heads, may_move):
+    names = ("q", "k", "v", "o")
+    columns = exchange("column", names[:3])
+    of_all = exchange("attention", names, num_heads=num_heads)
+    profile = model(*(operator(name, 4000) for name in names), exchanges=(columns, of_all))
+    setting = Setting(
+        profile=profile,
+        units=partition(profile, min_unit_bytes=0),
+        cluster=cluster(),
+        workload=Workload(micro_batch_size=1),
+        modes=(ZDP, DP, STATIONARY),
+        engine=FSDP2(),
+    )
+    (joined,) = pair_units(setting)
+    assert [len(unit.operators) for unit in joined.units] == ([0, 4] if may_move else [0, 3, 1])
+    assert [STATIONARY in options for options in joined.costs.options] == [False, True, *[False] * (not may_move)]
 
 
 def test_units_of_other_operators_and_what_runs_again_have_no_exchange(model, operator, step):

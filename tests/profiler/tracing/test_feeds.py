@@ -468,3 +468,171 @@ def test_pairs_of_transformers_are_found_in_the_projects_own_trace(name):
     gated = {("gate_proj", "up_proj", "down_proj")}
     expected = {"t5": {("wi", "wo")}, "bert": {("dense", "dense")}, "gpt2": {("c_fc", "c_proj")}, "llama": gated}
     assert pairs == expected[name]
+
+
+LENGTH, HEADS = 3, 4
+
+
+class Attention(nn.Module):
+    """Attention with projections of their own, of ``groups`` heads of keys and values."""
+
+    def __init__(self, attend, groups=HEADS):
+        super().__init__()
+        self.size, self.attend = WIDTH // HEADS, attend
+        self.query, self.key, self.value = (nn.Linear(WIDTH, number * self.size) for number in (HEADS, groups, groups))
+        self.output = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        query, key, value = (
+            each(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (self.query, self.key, self.value)
+        )
+        return self.output(self.attend(query, key, value, x).transpose(1, 2).flatten(2))
+
+
+def causal(query, key, value, _):
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def of_attention(attend, groups=HEADS, between=lambda x: x * 1):
+    modules = {"attention": Attention(attend, groups)}
+    batch = torch.randn(2, LENGTH, WIDTH)
+    found = profiled(lambda m, x: m.attention(between(x)).sum(), modules, batch).exchanges
+    return [each for each in found if each.kind == "attention"]
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2])
+def test_attention_is_found_with_the_number_of_heads_that_ranks_can_share(groups):
+    (found,) = of_attention(causal, groups)
+    assert found.operators == tuple(f"attention.{name}" for name in ("query", "key", "value", "output"))
+    assert found.num_heads == groups
+    row = 4.0 * LENGTH
+    of_groups = Affine(0.0, row * groups * WIDTH / HEADS)
+    assert found.outputs == (Affine(0.0, row * WIDTH), of_groups, of_groups)
+    assert found.input_bytes == found.output_bytes == found.fed_bytes == Affine(0.0, row * WIDTH)
+    assert [found.divides_over(number) for number in (2, 3, 4)] == [True, False, groups == 4]
+
+
+def with_mask_of_batch(query, key, value, x):
+    mask = (x.mean(-1) > 0)[:, None, None, :]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+def kept_weights(query, key, value, _):
+    weights = (query @ key.mT).softmax(-1)
+    kept_weights.found = weights.mean().item()
+    return weights @ value
+
+
+NO_ATTENTION = {
+    "mask of the batch": with_mask_of_batch,
+    "slopes of heads": lambda q, k, v, _: F.scaled_dot_product_attention(q * torch.rand(HEADS, 1, 1), k, v),
+    "of heads": lambda q, k, v, _: F.scaled_dot_product_attention(q, k, v).softmax(1),
+    "values alone": lambda q, k, v, _: v + 0 * v,
+    "looked at": kept_weights,
+    "residual": lambda q, k, v, x: F.scaled_dot_product_attention(q, k, v) + x.view(2, HEADS, LENGTH, -1),
+}
+
+
+@pytest.mark.parametrize("name", NO_ATTENTION)
+def test_attention_that_knows_heads_or_samples_apart_moves_by_its_operators(name):
+    attend = NO_ATTENTION[name]
+    batch = torch.randn(2, LENGTH, WIDTH)
+    modules = {"attention": Attention(attend)}
+    found = profiled(lambda m, x: m.attention(x * 1).sum(), modules, batch).exchanges
+    assert "attention" not in {each.kind for each in found}
+    assert ("column", 3) in {(each.kind, len(each.operators)) for each in found} or name == "looked at"
+
+
+class Probed(nn.Module):
+    """Attention, of whose queries another operator makes something besides."""
+
+    def __init__(self, probe):
+        super().__init__()
+        self.attention, self.other, self.probe = Attention(self.attend), nn.Linear(WIDTH // HEADS, 2), probe
+
+    def attend(self, query, key, value, x):
+        self.found = self.probe(self.other, query)
+        return causal(query, key, value, x)
+
+    def forward(self, x):
+        return self.attention(x).sum() + self.found.sum()
+
+
+def without(other, query):
+    with torch.no_grad():
+        return other(query)
+
+
+PROBES = {
+    "without gradients": without,
+    "one position": lambda other, query: other(query[0, 0, 0]),
+    "of torch.func": lambda other, query: torch.vmap(lambda x: x.tanh())(query),
+    "slopes": lambda other, query: torch.autograd.grad(query.tanh().sum(), query)[0],
+    "slopes of many": lambda other, query: torch.autograd.grad(query.tanh(), query, torch.ones_like(query))[0],
+    "by a script": lambda other, query: torch.jit.script(_scripted)(query),
+}
+
+
+def _scripted(x: torch.Tensor) -> torch.Tensor:
+    return x.cumsum(1)
+
+
+@pytest.mark.parametrize("name", PROBES)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_attention_that_others_look_into_moves_by_its_operators(name):
+    found = profiled(lambda m, x: m.m(x * 1), {"m": Probed(PROBES[name])}, torch.randn(2, LENGTH, WIDTH))
+    assert "attention" not in {each.kind for each in found.exchanges}
+
+
+def test_bytes_are_those_of_a_step_that_is_not_followed():
+    modules = {
+        "attention": Attention(
+            lambda q, k, v, _: ((q.float() * 2) @ k.mT).masked_fill(q[..., :1] > 9, 0).softmax(-1) @ v
+        )
+    }
+    step, batch = lambda m, x: m.attention(x * 1).sum(), torch.randn(2, LENGTH, WIDTH)
+    followed, plain = (profiled(step, modules, batch, exchanges=is_so) for is_so in (True, False))
+    assert "attention" in {each.kind for each in followed.exchanges}
+    for segments in zip(followed.segments, plain.segments, strict=True):
+        of_followed, of_plain = (dataclasses.asdict(each) for each in segments)
+        assert all(of_followed[name] == of_plain[name] for name in of_plain if name.endswith("_bytes"))
+
+
+def test_attention_of_two_inputs_moves_by_its_operators():
+    module = Attention(causal)
+    module.forward = lambda x: module.output(
+        causal(
+            *(
+                each(y).unflatten(-1, (-1, module.size)).transpose(1, 2)
+                for each, y in ((module.query, x), (module.key, 2 * x), (module.value, x))
+            ),
+            x,
+        )
+        .transpose(1, 2)
+        .flatten(2)
+    )
+    found = profiled(lambda m, x: m.attention(x * 1).sum(), {"attention": module}, torch.randn(2, LENGTH, WIDTH))
+    assert "attention" not in {each.kind for each in found.exchanges}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_heads"), [("LlamaForCausalLM", 2), ("Qwen3ForCausalLM", 2), ("BertForMaskedLM", 4), ("T5", 0)]
+)
+def test_attention_of_transformers_is_found(name, num_heads):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 30}
+    heads = {"num_attention_heads": 4}
+    if name == "T5":  # whose biases are of each head
+        config = transformers.T5Config(
+            d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4, vocab_size=30, decoder_start_token_id=0
+        )
+        model, batch = transformers.T5ForConditionalGeneration(config), {"labels": torch.ones(2, 5, dtype=int)}
+    else:
+        grouped = {"num_key_value_heads": 2, "head_dim": 4} if num_heads == 2 else {}
+        kind = getattr(transformers, name)
+        model, batch = kind(kind.config_class(**sizes, **heads, **grouped)), {}
+    model.config.use_cache = False
+    tokens = torch.arange(10).view(2, 5)
+    batch = {"labels": tokens, **batch, "input_ids": tokens}
+    found = profiled(lambda m, x: m.model(**x).loss, {"model": model}, batch).exchanges
+    assert [each.num_heads for each in found if each.kind == "attention"] == [num_heads] * bool(num_heads)

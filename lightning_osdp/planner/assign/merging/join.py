@@ -45,7 +45,7 @@ def apart_units(setting: Setting) -> list[Setting]:
 
 
 def pair_units(setting: Setting, names: Collection[str] | None = None) -> list[Setting]:
-    """The setting with one unit for each pair, or columns of one input, whose activations can move; none without these.
+    """The setting with one unit for each exchange of several operators; none without these.
 
     The first of those that share an operator counts. Only those whose first operators are in ``names``, where given.
     """
@@ -53,8 +53,10 @@ def pair_units(setting: Setting, names: Collection[str] | None = None) -> list[S
     def make() -> Iterator[Setting]:
         units, taken = setting.units, set[str]()
         places = {unit.operators[0].name: place for place, unit in enumerate(units) if len(unit.operators) == 1}
+        num_ranks = setting.cluster.world_size
         together = [each for each in setting.profile.exchanges if len(each.operators) > 1]
-        pairs = [each.operators for each in sorted(together, key=attrgetter("is_shared"))]  # pairs first
+        together = [each for each in together if each.divides_over(num_ranks)]
+        pairs = [each.operators for each in sorted(together, key=attrgetter("is_shared"))]  # those that are fed first
         chosen: list[list[str]] = []
         for pair in pairs:
             if not places.keys() >= {*pair} or not taken.isdisjoint(pair) or not (names is None or pair[0] in names):

@@ -1,0 +1,154 @@
+"""`Heads`: what is between projections and the output of attention, where each rank has some heads of all samples."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from math import gcd
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import Self, override
+
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.operations.stationary.between import (
+    OF_GRADIENTS,
+    Between,
+    Pair,
+    digest,
+    drawn,
+    is_of_one_rank,
+    key_of,
+    plain,
+)
+from lightning_osdp.operations.stationary.blocks import Blocks, Followed, MixedError, follow, gives_sizes
+from lightning_osdp.operations.stationary.elementwise import name_of
+from lightning_osdp.operations.stationary.exchanges import MOVE_WEIGHTS, Call
+
+
+class Heads(Between):
+    """Tensor that has a block for each rank along one dimension: this rank's heads of that rank's samples.
+
+    It has the sizes that it has where each rank has all heads of its own samples. Functions have to do the same to
+    each block, see `blocks`; any other raises a `ConfigurationError`, on all ranks alike. Other tensors that they are
+    given have to be the same on all ranks, and for each head: their values are told to the call, unless they are
+    parameters.
+    """
+
+    blocks_dim: int
+    """Dimension of the blocks, counted from the end."""
+
+    @classmethod
+    def of(cls, values: Tensor, pair: Pair, call: Call, blocks_dim: int = -1) -> Self:
+        """Heads with these values."""
+        with DisableTorchFunctionSubclass():
+            made: Self = values.as_subclass(cls)
+        made.pair, made.call, made.blocks_dim = pair, call, blocks_dim
+        return made
+
+    @classmethod
+    def from_rows(cls, rows: Tensor, pair: Pair, call: Call, lead: Sequence[int]) -> Self:
+        """Heads of shape (*lead, features of all ranks) from this rank's features, (rows of all ranks, features).
+
+        Ranks have as many rows each, of which ``lead`` is the shape.
+        """
+        num_ranks, num_rows = len(call.rows), call.rows[call.rank]
+        by_row = rows.view(num_ranks, num_rows, -1).transpose(0, 1)
+        return cls.of(by_row.reshape(*lead, num_ranks * rows.shape[1]), pair, call)
+
+    def rows(self) -> Tensor:
+        """This rank's features of the rows of all ranks, (rows of all ranks, features), where blocks are of features.
+
+        Raises:
+            ConfigurationError: they are along another dimension.
+        """
+        num_ranks, values = len(self.call.rows), self.plain()
+        if self.blocks_dim != -1:
+            _refuse(self.pair, "heads", "in another dimension than the last")
+        by_row = values.reshape(-1, num_ranks, values.shape[-1] // num_ranks)
+        return by_row.transpose(0, 1).reshape(-1, by_row.shape[-1])
+
+    @override
+    def _apply(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
+        pair, call = self.pair, self.call
+        if func in OF_GRADIENTS:
+            _refuse(pair, name_of(func), "of gradients")
+        others = []
+        for each in leaves:
+            if isinstance(each, Between) and each.call is not call:
+                _refuse(pair, name_of(func), "of features that were made of another input")
+            if isinstance(each, Tensor) and not isinstance(each, Between):
+                others.append(each)
+        run = partial(func, *tree_map(plain, args), **tree_map(plain, kwargs))
+        if gives_sizes(func):
+            return run()
+        key = key_of(func, args, kwargs, _layout)
+        followed: Followed = pair.known(key, partial(self._followed, func, args, kwargs))
+        result = drawn(run, call, self.device) if followed.is_random else run()
+        if is_of_one_rank(func, result):
+            _refuse(pair, name_of(func), "which gives what only this rank's heads have")
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        if not tensors:
+            return result
+        call.on_function(digest(func, leaves, kwargs))
+        for other in others:
+            if not isinstance(other, nn.Parameter):
+                call.on_function(_number_of(other))
+        blocks = iter(followed.blocks)
+        return tree_map(
+            lambda each: Heads.of(each, pair, call, next(blocks).dim) if isinstance(each, Tensor) else each, result
+        )
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Followed:
+        num_ranks = len(self.call.rows)
+
+        def blocks_of(tensor: Tensor) -> Blocks | None:
+            return Blocks(tensor.blocks_dim, num_ranks) if isinstance(tensor, Heads) else None
+
+        try:
+            found = follow(func, args, kwargs, blocks_of)
+        except MixedError as error:
+            _refuse(self.pair, name_of(func), str(error))
+        if any(gcd(each.number, num_ranks) < num_ranks for each in found.blocks):
+            _refuse(self.pair, name_of(func), f"which makes heads that {num_ranks} ranks do not divide")
+        return found
+
+
+_told = WeakIdKeyDictionary()
+"""Tensors, with what part of each was told last, its version, and the number that it was told by."""
+
+
+def _number_of(tensor: Tensor) -> int:
+    """Number below 2^32 of the values of a tensor, which is read once as long as nobody writes to it.
+
+    The device is waited for once then. Views of a tensor, as each layer may make of cosines, are the same to this.
+    """
+    base = tensor if tensor._base is None else tensor._base
+    version = None if tensor.is_inference() else tensor._version
+    layout = [each for each in zip(tensor.shape, tensor.stride(), strict=True) if each[0] != 1]
+    part = (version, tensor.storage_offset(), layout, tensor.dtype)
+    known = _told.get(base)
+    if known is not None and known[0] == part and version is not None:
+        return int(known[1])
+    values = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    number = zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    _told[base] = part, number
+    return number
+
+
+def _layout(tensor: Tensor) -> Any:
+    dim = tensor.blocks_dim if isinstance(tensor, Heads) else None
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, dim
+
+
+def _refuse(pair: Pair, what: str, why: str) -> NoReturn:
+    raise ConfigurationError(
+        f"Expected functions that do the same to each head of each sample between {pair.firsts} and"
+        f" {pair.operators[-1]!r}, which move activations as attention, got {what}, {why}. Each rank has some heads of"
+        f" all ranks' samples there. {MOVE_WEIGHTS}"
+    )

@@ -1,0 +1,105 @@
+"""Follows what projections make through attention to the operator that takes it, and how many heads there are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_osdp.operations.stationary.between import is_of_one_rank
+from lightning_osdp.operations.stationary.blocks import Blocks, MixedError, follow, gives_sizes
+from lightning_osdp.profiler.machine.memory import raise_if_fatal
+from lightning_osdp.profiler.step.snapshot import storage_key
+
+
+class _Made(NamedTuple):
+    """Tensor that functions made of outputs of these segments, each doing the same to each head."""
+
+    sources: frozenset[int]
+    blocks: Blocks
+
+
+class Attention:
+    """Follows outputs of operators through functions that do the same to each of their parts."""
+
+    def __init__(self) -> None:
+        self._made = WeakIdKeyDictionary()  # tensor -> `_Made`
+        self._of: dict[int | None, frozenset[int]] = {}  # key of a storage -> segments
+        self._takers: dict[int, set[int | None]] = {}
+        """Segment -> segments of operators that take its output; None for anything else that looks at it."""
+        self._of_taker: dict[int, _Made] = {}
+
+    def give(self, segment: int, output: Tensor) -> None:
+        """Takes the output of the operator of a segment."""
+        self._takers[segment] = set()
+        self._note(output, _Made(frozenset([segment]), Blocks(-1, output.shape[-1])))
+
+    def take(self, segment: int, given: Iterable[Tensor], *, may_exchange: bool) -> None:
+        """Takes what the operator of a segment is given, whose activations may be exchanged or not."""
+        for tensor in given:
+            made = self._made.get(tensor)
+            if made is None or not may_exchange or made.blocks.dim != -1:
+                self.look(tensor)
+            else:
+                self._add(made.sources, segment)
+                self._of_taker[segment] = made
+
+    def look(self, tensor: Tensor) -> None:
+        """Takes a tensor that something else looks at, if it has what operators have made."""
+        self._add(self._of.get(storage_key(tensor), frozenset()), None)
+
+    def see(self, function: Any, args: Any, kwargs: Any, result: Any, *, is_alike: bool) -> None:
+        """Takes what a function of torch is called with and gives; ``is_alike``: nothing else of it is of the batch."""
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        of_given = [made for each in given if (made := self._made.get(each)) is not None]
+        sources = frozenset[int]().union(*(made.sources for made in of_given))
+        if not sources or gives_sizes(function):
+            return
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        if not tensors and not is_of_one_rank(function, result):
+            return
+        try:
+            found = follow(function, args, kwargs, self._blocks_of) if tensors and is_alike else None
+        except MixedError:
+            found = None
+        except Exception as error:  # a function that runs with these tensors alone
+            raise_if_fatal(error)
+            found = None
+        if found is None or len(found.blocks) != len(tensors) or min(each.number for each in found.blocks) < 2:
+            self._add(sources, None)
+            return
+        for tensor, blocks in zip(tensors, found.blocks, strict=True):
+            self._note(tensor, _Made(sources, blocks))
+
+    def is_followed(self, tensor: Tensor) -> bool:
+        """Tells if a tensor was made of outputs of operators by such functions."""
+        return tensor in self._made
+
+    def output_of(self, projections: Sequence[int]) -> tuple[int, int] | None:
+        """Segment of the operator that alone takes what attention makes of these, and the number of heads.
+
+        None where there is no such operator.
+        """
+        takers = {taker for segment in projections for taker in self._takers.get(segment, {None})}
+        taker = next(iter(takers)) if len(takers) == 1 else None
+        if taker is None or self._of_taker[taker].sources != {*projections}:
+            return None
+        return taker, self._of_taker[taker].blocks.number
+
+    def _blocks_of(self, tensor: Tensor) -> Blocks | None:
+        made = self._made.get(tensor)
+        return None if made is None else made.blocks
+
+    def _add(self, sources: Iterable[int], taker: int | None) -> None:
+        for source in sources:
+            self._takers[source].add(taker)
+
+    def _note(self, tensor: Tensor, made: _Made) -> None:
+        key = storage_key(tensor)
+        if key not in self._of:
+            weakref.finalize(tensor.untyped_storage(), self._of.pop, key, None).atexit = False
+        self._made[tensor], self._of[key] = made, self._of.get(key, frozenset()) | made.sources
