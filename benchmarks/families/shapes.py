@@ -148,7 +148,7 @@ def _gpt(
     return Shaped
 
 
-def _llama(num_layers: int, hidden_size: int, mlp_size: int, *, length: int) -> type[Family]:
+def _llama(num_layers: int, hidden_size: int, mlp_size: int, *, length: int, num_groups: int = 2) -> type[Family]:
     return type(
         "Shaped",
         (LlamaLike,),
@@ -158,6 +158,7 @@ def _llama(num_layers: int, hidden_size: int, mlp_size: int, *, length: int) -> 
             "num_layers": num_layers,
             "hidden_size": hidden_size,
             "mlp_size": mlp_size,
+            "num_groups": num_groups,
         },
     )
 
@@ -172,6 +173,10 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     "2 x 768": _gpt(2, 768, num_heads=8),  # the paper's wide and shallow one in 1/256 of its parameters: 2 x 12288
     **{f"2 x 768, {length} tokens": _gpt(2, 768, num_heads=8, sequence_length=length) for length in (32, 256, 512)},
     **{f"2 x 768 like Llama, {length} tokens": _llama(2, 768, 2048, length=length) for length in (32, 128)},
+    **{
+        f"2 x 768 like Llama 2, {length} tokens": _llama(2, 768, 2048, length=length, num_groups=8)
+        for length in (32, 128)  # with keys and values for each head, as in its model of 7 billion parameters
+    },
     "2 x 768 of a ViT, 64 tokens": WideViT,
     "3 wide Linears": WideHead,
     "200,000 rows": ManyRows,

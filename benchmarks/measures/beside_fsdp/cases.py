@@ -374,6 +374,8 @@ CONTESTS: Mapping[str, Mapping[str, Asked]] = {
             models=(
                 "2 x 768 like Llama, 32 tokens",
                 "2 x 768 like Llama, 128 tokens",
+                "2 x 768 like Llama 2, 32 tokens",
+                "2 x 768 like Llama 2, 128 tokens",
                 "2 x 768 of a ViT, 64 tokens",
                 "2 x 768, 256 tokens",
             ),

@@ -36,8 +36,13 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
         ("tokens", "token_embedding", "head", "layers.2"), partial(ColwiseParallel, output_layouts=Replicate())
     ),
 }
-"""Styles of the modules whose names end so. All else is whole on each rank, attention, too: families have queries, keys
-and values in one Linear, or two heads of keys and values for four ranks."""
+"""Styles of the modules whose names end so. All else is whole on each rank."""
+_STYLES_OF_HEADS: Mapping[str, Callable[[], ParallelStyle]] = {
+    **dict.fromkeys(("query", "key", "value"), ColwiseParallel),
+    "output": RowwiseParallel,
+}
+"""Likewise for attention whose heads, those of keys and values, too, ranks divide. It is whole on each rank elsewhere:
+where queries, keys and values are of one Linear, or heads are fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +182,13 @@ class Way:
 
 
 def _parallelize(module: Family, mesh: DeviceMesh) -> None:
-    """Cuts modules over ranks by `_STYLES`, once, in ``configure_model``."""
+    """Cuts modules over ranks by their styles, once, in ``configure_model``."""
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return
     names = [name for name, child in module.named_modules() if isinstance(child, nn.Linear | nn.Embedding)]
-    styles = {name: make() for name in names for end, make in _STYLES.items() if f".{name}".endswith(f".{end}")}
+    num_heads = getattr(module, "num_groups", 0)
+    known = {**_STYLES, **(_STYLES_OF_HEADS if num_heads and num_heads % mesh.size() == 0 else {})}
+    styles = {name: make() for name in names for end, make in known.items() if f".{name}".endswith(f".{end}")}
     parallelize_module(module, mesh, styles, src_data_rank=None)  # weights are drawn alike on all ranks
 
 

@@ -130,7 +130,7 @@ class Ranks:
         return self._here(numbers)
 
     def _here(self, of_ranks: Sequence[_Any]) -> Sequence[_Any]:
-        """Those of the ranks of this node, which follow each other."""
+        """Values of the ranks of this node, which follow each other, of those of all ranks."""
         node = self.mesh.get_local_rank(0) if self.mesh.ndim > 1 else 0
         return of_ranks[node * self.num_parts :][: self.num_parts]
 
