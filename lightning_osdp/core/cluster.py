@@ -102,7 +102,7 @@ UNIT_PARTS = ("gather", "flatten", "reduce", "accumulate", "stay")
 """Work of the runtime for a unit beside collectives: for each all-gather (views, allocating and freeing); in each
 micro-batch (hooks, one tensor of all gradients); for each reduce-scatter; for each reduce-scatter that is left out; in
 each step, in place of all that, where the unit is resident (showing its weights, and its shards again); in each
-micro-batch where it is trained, for each rank has all of it."""
+micro-batch where it is trained, for each rank has all of it. On CPU a collective takes of computing beside it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from lightning_osdp.core.cluster import Contention, Link
+from lightning_osdp.core.cluster import Cluster, Contention, Link
 from lightning_osdp.operations.gloo import all_gather, begin_all_to_all, is_by_gloo
 from lightning_osdp.profiler.machine.links import NUM_BYTES, WIDTH_ON_CPU, whole_and_shard
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
@@ -22,6 +22,8 @@ _LEAST_REPEATS, _OVERLAP_BUDGET_S = 3, 0.3
 _MOST_OVERLAP_S, _NUM_UNITS = 0.05, 16
 """Most seconds of a collective that is run beside computing on CPU, and number of units that such collectives are for:
 small ones wait for ranks that compute on the same cores, which those of units hardly do."""
+ONE_BY_ONE = 8
+"""Small collectives that are begun one by one beside computing."""
 _MOST_CONTENTION = 0.9
 """Most that a run is lengthened by a shorter one beside it, over the seconds of the shorter; 1: nothing is hidden."""
 LEAST_HIDDEN = 0.25
@@ -68,6 +70,65 @@ def measure_overlap(
         collectives=statistics.fmean(each.collectives for each in found),
     )
     return True, (*waits_for, "reduce_in_node", "scatter_in_node", "all_reduce", "reduce_whole"), contention
+
+
+def measure_taken_s(cluster: Cluster, device: torch.device) -> Mapping[str, float]:
+    """Seconds of computing that a small collective takes beside it, beyond contention, for ``gather`` and ``reduce``.
+
+    Contention is that of large ones, which send for most of their time. On CPU threads of the backend and the kernel
+    need a core for each message, too, however small, and ranks on the same cores wait for each other. Nothing on other
+    devices, and of collectives that the host waits for. Call it on all ranks.
+    """
+    ways = {"gather": (_begin_all_gather, cluster.all_gather), "reduce": (begin_reduce_scatter, cluster.reduce_scatter)}
+    found = dict[str, float]()
+    for part, (begin, link) in ways.items() if device.type == "cpu" and cluster.overlaps else ():
+        if part not in cluster.waits_for and link.steps:
+            whole, shard = whole_and_shard(cluster.world_size * int(link.steps[0][0]), device)
+            found[part] = taken_s(_one_by_one(partial(begin, whole, shard), device), cluster.contention)
+    return found
+
+
+def taken_s(measured: Callable[[int, int], float], contention: Contention) -> float:
+    """Seconds of computing that each collective takes beside it, beyond contention.
+
+    With c and a as in `contention_of`, a collective of g seconds explains ``c g (1 - 1/a)`` of what takes longer.
+
+    Args:
+        measured: takes the number of collectives, `ONE_BY_ONE` or 0, and that of matrix products beside each of them;
+            returns their seconds, equal on every rank. There are products for twice as long as a collective takes.
+        contention: of large collectives.
+
+    Example:
+        >>> taken_s(lambda number, products: 1e-3 * (8 * products or number) + 5e-4 * number, Contention())
+        0.0005
+    """
+    slowed_s = measured(ONE_BY_ONE, 0) / ONE_BY_ONE * contention.collectives
+    num_products = math.ceil(2 * slowed_s * ONE_BY_ONE / measured(0, 1))
+    runs = [(measured(ONE_BY_ONE, num_products), measured(0, num_products)) for _ in range(_LEAST_REPEATS)]
+    more_s = statistics.median(both_s - compute_s for both_s, compute_s in runs) / ONE_BY_ONE
+    return max(0.0, more_s - slowed_s * (1 - 1 / contention.computing))
+
+
+def _one_by_one(begin: Callable[[], dist.Work], device: torch.device) -> Callable[[int, int], float]:
+    """Seconds of collectives that are each begun before so many products and waited for behind the next ones.
+
+    Without collectives, of as many products.
+    """
+    matrix = torch.randn(WIDTH_ON_CPU, WIDTH_ON_CPU, device=device)
+
+    def run(num_collectives: int, num_products: int) -> None:
+        before: dist.Work | None = None
+        for _ in range(ONE_BY_ONE):
+            work = begin() if num_collectives else None
+            for _ in range(num_products):
+                matrix @ matrix
+            if before is not None:
+                before.wait()
+            before = work
+        if before is not None:
+            before.wait()
+
+    return lambda *given: fastest_together_s(partial(run, *given), device, repeats=1, is_warm=True)
 
 
 def _overlapped_bytes(link: Link, most_bytes: float) -> int:

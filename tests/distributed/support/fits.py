@@ -56,7 +56,7 @@ without_measuring = mock.patch.object(plan_fit, "measure_cluster", new=_stated)
 def measuring_briefly(case):
     """Has a case measure links by few sizes and runs: ranks that share a core take long, and no test asks for more."""
     few = mock.patch.multiple(links, _SIZES_BYTES=links._SIZES_BYTES[:5], _MOST_IN_A_ROW=3)
-    once = mock.patch.object(overlap, "_OVERLAP_REPEATS", 1)
+    once = mock.patch.multiple(overlap, _OVERLAP_REPEATS=1, _LEAST_REPEATS=1)
     return few(once(mock.patch.multiple(unit_overhead, _REPEATS=4, _PATIENCE_S=0.0)(case)))
 
 
