@@ -13,7 +13,7 @@ from typing_extensions import override
 from benchmarks.families.base import Batch, Family
 from benchmarks.families.dense import TwoLayers
 from benchmarks.families.text import LlamaLayer, LlamaLike, MinGPT, next_token_loss
-from benchmarks.families.vision import WideHead, WideViT
+from benchmarks.families.vision import VGG, VGG16, WideHead, WideViT
 from examples.mingpt.model import Block, GPTConfig
 
 
@@ -179,6 +179,8 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     },
     "2 x 768 of a ViT, 64 tokens": WideViT,
     "3 wide Linears": WideHead,
+    "VGG-11": VGG,
+    "VGG-16": VGG16,
     "200,000 rows": ManyRows,
     "256 to 768": Growing,
     "128 to 512": Growing128To512,

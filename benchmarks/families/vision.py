@@ -82,6 +82,44 @@ class WideHead(Vision):
         return x
 
 
+class VGG(Vision):
+    """VGG of 11 or 16 layers: convolutions of 3 x 3, and three Linears that have most parameters.
+
+    Images of 32 x 32 leave one pixel for the Linears, which have 25,088 inputs where images have 224 x 224.
+
+    References:
+        Very Deep Convolutional Networks (Simonyan and Zisserman 2014), configurations A and D.
+    """
+
+    num_classes, num_convolutions = 100, (1, 1, 2, 2, 2)
+    """Convolutions of each stage, behind which pixels are halved."""
+
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        features, old = list[nn.Module](), self.num_channels
+        for number, new in zip(self.num_convolutions, (64, 128, 256, 512, 512), strict=True):
+            for _ in range(number):
+                features += [nn.Conv2d(old, new, 3, padding=1), nn.ReLU()]
+                old = new
+            features.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*features)
+        widths = (old, 4096, 4096, self.num_classes)
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(widths))
+
+    @override
+    def logits(self, images: Tensor) -> Tensor:
+        first, second, last = self.layers
+        x = F.dropout(F.relu(first(self.features(images).flatten(1))), training=self.training)
+        logits: Tensor = last(F.dropout(F.relu(second(x)), training=self.training))
+        return logits
+
+
+class VGG16(VGG):
+    """VGG of 16 layers."""
+
+    num_convolutions = (2, 2, 3, 3, 3)
+
+
 class Residual(nn.Module):
     """Two convolutions with BatchNorm beside a shortcut: (B, in, H, W) -> (B, out, H/stride, W/stride)."""
 

@@ -362,6 +362,14 @@ CONTESTS: Mapping[str, Mapping[str, Asked]] = {
             micro_batch_size=8,
             goals=(Goal(over=DDP.name, least=5.0),),
         ),
+        # convolutions, whose weights move, and such Linears, which have two thirds and 57% of all parameters
+        "VGG": replace(
+            _STATIONARY,
+            models=("VGG-11", "VGG-16"),
+            rivals=(*(replace(way, by_operator=True) for way in (BASE, *AHEAD)), DDP, TENSOR_PARALLEL),
+            micro_batch_size=8,
+            goals=(Goal(over=_BY_WEIGHTS, least=1.3),),
+        ),
         # an embedding, and a GPT: 128, 32 and 128 tokens a rank
         "few tokens": replace(
             _STATIONARY,

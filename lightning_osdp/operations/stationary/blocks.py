@@ -70,7 +70,7 @@ class _Function(NamedTuple):
         return name_of(self.func)
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Argument by its place or name; raises `MixedError` where it is none of a number or a value."""
+        """Argument by its place or name; raises `MixedError` where it is not given."""
         found = self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
         _check(found is not None, f"without {name}")
         return found
