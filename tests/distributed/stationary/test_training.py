@@ -145,6 +145,36 @@ def test_training_of_attention_by_heads_equals_ddp(ranks, world_size, kind, mode
             assert each["ddp"] < (1e-7 if "norm" in name else 1e-9), name
 
 
+class OfTransformers(GPT):
+    """A decoder of transformers, with two heads of keys and values for four of queries."""
+
+    def __init__(self, optimizer="adamw"):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__(optimizer, layers=0)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 40}
+        config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+        self.model = LlamaForCausalLM(config)
+        del self.tokens, self.positions, self.norm, self.head
+
+    def loss(self, batch):
+        return self.model(input_ids=batch[0], labels=batch[1]).loss
+
+
+PROJECTIONS = [f"{name}_proj" for name in ("q", "k", "v", "o")]
+EXCHANGES[OfTransformers] = [
+    ("attention", tuple(f"model.model.layers.{index}.self_attn.{name}" for name in PROJECTIONS)) for index in range(2)
+]
+
+
+def test_training_of_attention_of_transformers_equals_ddp(ranks):
+    pytest.importorskip("transformers")
+    for found in ranks(2).run(differences, make=OfTransformers, max_steps=3):
+        assert found["stationary"] == 8
+        assert found["moved"] > 1e-3
+        assert found["ddp"] < 1e-9
+
+
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_training_of_single_precision_equals_ddp(ranks, world_size):
     for found in ranks(world_size).run(differences, make=Chain, optimizer="sgd", dtype="float32"):
