@@ -51,27 +51,27 @@ def test_peak_of_a_step_is_what_was_predicted(ranks, name, kinds, num_micro_batc
     assert predicted == pytest.approx(counted, rel=5e-3)
 
 
+SHARED = {
+    "wide_attention": [("column", ("query", "key", "value"))],
+    "wide_attending": [
+        ("attention", tuple(f"blocks.{index}.1.{name}" for name in ("query", "key", "value", "output")))
+        for index in range(2)
+    ],
+}
+"""Exchanges of models in which three operators take one input."""
+
+
+@pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize(
     ("world_size", "num_micro_batches", "node_size"), [(2, 3, None), slow(2, 1, None), slow(4, 3, None), slow(4, 3, 2)]
 )
-def test_peak_of_columns_of_one_input_is_what_was_predicted(ranks, world_size, num_micro_batches, node_size):
+def test_peak_of_operators_of_one_input_is_what_was_predicted(ranks, name, world_size, num_micro_batches, node_size):
+    ((kind, _), *_) = SHARED[name]
     options = {"num_micro_batches": num_micro_batches, "node_size": node_size}
     ((predicted, counted, found), *_) = ranks(world_size).run(
-        predicted_and_counted_peak, name="wide_attention", kinds=("column",), **options
+        predicted_and_counted_peak, name=name, kinds=(kind,), **options
     )
-    assert ("column", ("query", "key", "value")) in found
-    assert predicted == pytest.approx(counted, rel=5e-3)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "num_micro_batches", "node_size"), [(2, 3, None), slow(2, 1, None), slow(4, 3, None), slow(4, 3, 2)]
-)
-def test_peak_of_attention_by_heads_is_what_was_predicted(ranks, world_size, num_micro_batches, node_size):
-    options = {"num_micro_batches": num_micro_batches, "node_size": node_size}
-    ((predicted, counted, found), *_) = ranks(world_size).run(
-        predicted_and_counted_peak, name="wide_attending", kinds=("attention",), **options
-    )
-    assert [kind for kind, _ in found] == ["attention"] * 2
+    assert all(each in found for each in SHARED[name])
     assert predicted == pytest.approx(counted, rel=5e-3)
 
 
