@@ -5,15 +5,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Number
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
+from lightning_osdp.operations.stationary.blocks import Followed
 from lightning_osdp.operations.stationary.elementwise import name_of
 from lightning_osdp.operations.stationary.exchanges import Call
 
@@ -64,7 +66,7 @@ class Pair:
 
 
 class Between(Tensor):
-    """Tensor that only some functions can be applied to; its classes say which.
+    """Tensor that only some functions can be applied to; its subclasses say which, and refuse others.
 
     Each function, with the numbers and texts that it is given, is told to the call, so that
     ranks find that they have applied others. Functions that draw random numbers, as dropout does, draw others on each
@@ -73,6 +75,8 @@ class Between(Tensor):
 
     pair: Pair
     call: Call
+    contents: str
+    """Word for what this rank has of all samples, for errors."""
 
     def plain(self) -> Tensor:
         """The values as a plain tensor."""
@@ -90,6 +94,53 @@ class Between(Tensor):
 
     def _apply(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
         """Result of a function that is given this tensor, and possibly others."""
+        call, others = (
+            self.call,
+            [each for each in leaves if isinstance(each, Tensor) and not isinstance(each, Between)],
+        )
+        if func in OF_GRADIENTS:
+            self._refuse(func, "of gradients")
+        if any(isinstance(each, Between) and each.call is not call for each in leaves):
+            self._refuse(func, "of features that were made of another input")
+        run = partial(func, *tree_map(plain, args), **tree_map(plain, kwargs))
+        if self._gives_alike(func):
+            return run()
+        numbers = self._numbers_of(func, others)
+        key = key_of(func, args, kwargs, self._layout)
+        followed: Followed = self.pair.known(key, partial(self._followed, func, args, kwargs))
+        result = drawn(run, call, self.device) if followed.is_random else run()
+        if is_of_one_rank(func, result):
+            self._refuse(func, f"which gives what only this rank's {self.contents} have")
+        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        if not tensors:
+            return result
+        for number in (digest(func, leaves, kwargs), *numbers):
+            call.on_function(number)
+        made = iter(self._wrapped(func, tensors, followed))
+        return tree_map(lambda each: next(made) if isinstance(each, Tensor) else each, result)
+
+    def _gives_alike(self, func: Any) -> bool:
+        """Tells if a function gives what it gives on all ranks, and no tensor."""
+        return False
+
+    def _numbers_of(self, func: Any, others: Sequence[Tensor]) -> Sequence[int]:
+        """Numbers by which ranks tell other tensors that a function is given; raises where it may not be given them."""
+        raise NotImplementedError
+
+    def _layout(self, tensor: Tensor) -> Any:
+        """Properties of a tensor by which a function that is given it is remembered."""
+        raise NotImplementedError
+
+    def _followed(self, func: Any, args: Any, kwargs: Any) -> Followed:
+        """Finding about a function with arguments like these, which it raises for if it may not be applied."""
+        raise NotImplementedError
+
+    def _wrapped(self, func: Any, tensors: Sequence[Tensor], followed: Followed) -> Iterable[Tensor]:
+        """Results of a function as such tensors."""
+        raise NotImplementedError
+
+    def _refuse(self, func: Any, why: str) -> NoReturn:
+        """Raises the `ConfigurationError` for a function."""
         raise NotImplementedError
 
 

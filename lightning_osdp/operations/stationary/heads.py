@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self, override
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.operations.stationary.between import (
-    OF_GRADIENTS,
-    Between,
-    Pair,
-    digest,
-    drawn,
-    is_of_one_rank,
-    key_of,
-    plain,
-)
+from lightning_osdp.operations.stationary.between import Between, Pair
 from lightning_osdp.operations.stationary.blocks import Blocks, Followed, MixedError, follow, gives_sizes
 from lightning_osdp.operations.stationary.elementwise import name_of
 from lightning_osdp.operations.stationary.exchanges import MOVE_WEIGHTS, Call
@@ -40,6 +29,7 @@ class Heads(Between):
     parameters.
     """
 
+    contents = "heads"
     blocks_dim: int
     """Dimension of the blocks, counted from the end."""
 
@@ -69,41 +59,24 @@ class Heads(Between):
         """
         num_ranks, values = len(self.call.rows), self.plain()
         if self.blocks_dim != -1:
-            _refuse(self.pair, "heads", "in another dimension than the last")
+            self._refuse("heads", "in another dimension than the last")
         by_row = values.reshape(-1, num_ranks, values.shape[-1] // num_ranks)
         return by_row.transpose(0, 1).reshape(-1, by_row.shape[-1])
 
     @override
-    def _apply(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
-        pair, call = self.pair, self.call
-        if func in OF_GRADIENTS:
-            _refuse(pair, name_of(func), "of gradients")
-        others = []
-        for each in leaves:
-            if isinstance(each, Between) and each.call is not call:
-                _refuse(pair, name_of(func), "of features that were made of another input")
-            if isinstance(each, Tensor) and not isinstance(each, Between):
-                others.append(each)
-        run = partial(func, *tree_map(plain, args), **tree_map(plain, kwargs))
-        if gives_sizes(func):
-            return run()
-        key = key_of(func, args, kwargs, _layout)
-        followed: Followed = pair.known(key, partial(self._followed, func, args, kwargs))
-        result = drawn(run, call, self.device) if followed.is_random else run()
-        if is_of_one_rank(func, result):
-            _refuse(pair, name_of(func), "which gives what only this rank's heads have")
-        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        if not tensors:
-            return result
-        call.on_function(digest(func, leaves, kwargs))
-        for other in others:
-            if not isinstance(other, nn.Parameter):
-                call.on_function(_number_of(other))
-        blocks = iter(followed.blocks)
-        return tree_map(
-            lambda each: Heads.of(each, pair, call, next(blocks).dim) if isinstance(each, Tensor) else each, result
-        )
+    def _gives_alike(self, func: Any) -> bool:
+        return gives_sizes(func)
 
+    @override
+    def _numbers_of(self, func: Any, others: Sequence[Tensor]) -> Sequence[int]:
+        return [_number_of(each) for each in others if not isinstance(each, nn.Parameter)]
+
+    @override
+    def _layout(self, tensor: Tensor) -> Any:
+        dim = tensor.blocks_dim if isinstance(tensor, Heads) else None
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype, dim
+
+    @override
     def _followed(self, func: Any, args: Any, kwargs: Any) -> Followed:
         num_ranks = len(self.call.rows)
 
@@ -113,10 +86,23 @@ class Heads(Between):
         try:
             found = follow(func, args, kwargs, blocks_of)
         except MixedError as error:
-            _refuse(self.pair, name_of(func), str(error))
+            self._refuse(func, str(error))
         if any(gcd(each.number, num_ranks) < num_ranks for each in found.blocks):
-            _refuse(self.pair, name_of(func), f"which makes heads that {num_ranks} ranks do not divide")
+            self._refuse(func, f"which makes heads that {num_ranks} ranks do not divide")
         return found
+
+    @override
+    def _wrapped(self, func: Any, tensors: Sequence[Tensor], followed: Followed) -> Iterator[Tensor]:
+        for each, blocks in zip(tensors, followed.blocks, strict=True):
+            yield Heads.of(each, self.pair, self.call, blocks.dim)
+
+    @override
+    def _refuse(self, func: Any, why: str) -> NoReturn:
+        raise ConfigurationError(
+            f"Expected functions that do the same to each head of each sample between {self.pair.firsts} and"
+            f" {self.pair.operators[-1]!r}, which move activations as attention, got {name_of(func)}, {why}. Each rank"
+            f" has some heads of all ranks' samples there. {MOVE_WEIGHTS}"
+        )
 
 
 _told = WeakIdKeyDictionary()
@@ -139,16 +125,3 @@ def _number_of(tensor: Tensor) -> int:
     number = zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().tobytes())
     _told[base] = part, number
     return number
-
-
-def _layout(tensor: Tensor) -> Any:
-    dim = tensor.blocks_dim if isinstance(tensor, Heads) else None
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, dim
-
-
-def _refuse(pair: Pair, what: str, why: str) -> NoReturn:
-    raise ConfigurationError(
-        f"Expected functions that do the same to each head of each sample between {pair.firsts} and"
-        f" {pair.operators[-1]!r}, which move activations as attention, got {what}, {why}. Each rank has some heads of"
-        f" all ranks' samples there. {MOVE_WEIGHTS}"
-    )
