@@ -445,7 +445,8 @@ class Agreement:
         hashes = [dtensors.hash_of(part()) % _PRIME for _, part in held]
         values = [value for each in hashes for value in (each, -each)]
         by_local_rank = [-_PRIME] * (mesh.size(1) * len(values))  # ranks of a node have different rows
-        start = mesh.get_local_rank(1) * len(values)
+        # not by its process group, which is an earlier one's where torch remembers an equal mesh of that
+        start = mesh.get_coordinate()[1] * len(values)
         by_local_rank[start : start + len(values)] = values
         largest = self._largest(by_local_rank)
         for place, (most, negated_least) in enumerate(zip(largest[::2], largest[1::2], strict=True)):
