@@ -135,7 +135,7 @@ class Between(Tensor):
         """Finding about a function with arguments like these, which it raises for if it may not be applied."""
         raise NotImplementedError
 
-    def _wrapped(self, func: Any, tensors: Sequence[Tensor], followed: Followed) -> Iterable[Tensor]:
+    def _wrapped(self, func: Any, tensors: Sequence[Tensor], followed: Followed) -> list[Tensor]:
         """Results of a function as such tensors."""
         raise NotImplementedError
 
@@ -159,20 +159,21 @@ def plain(value: Any) -> Any:
 
 def key_of(func: Any, args: Any, kwargs: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     """Function with its arguments, tensors as this says, by which it is remembered; None where it cannot be."""
-
-    def in_tuples(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value), *map(in_tuples, value)
-        if isinstance(value, slice):
-            return slice, value.start, value.stop, value.step
-        return of_tensor(value) if isinstance(value, Tensor) else (type(value), value)
-
-    key = (func, in_tuples(args), *((name, in_tuples(value)) for name, value in kwargs.items()))
+    named = ((name, _in_tuples(value, of_tensor)) for name, value in kwargs.items())
+    key = (func, _in_tuples(args, of_tensor), *named)
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _in_tuples(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value), *(_in_tuples(each, of_tensor) for each in value)
+    if isinstance(value, slice):
+        return slice, value.start, value.stop, value.step
+    return of_tensor(value) if isinstance(value, Tensor) else (type(value), value)
 
 
 def drawn(run: Callable[[], Any], call: Call, device: torch.device) -> Any:

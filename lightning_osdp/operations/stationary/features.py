@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -68,11 +68,11 @@ class Features(Between):
         return Followed((), found.is_random)
 
     @override
-    def _wrapped(self, func: Any, tensors: Sequence[Tensor], followed: Followed) -> Iterator[Tensor]:
+    def _wrapped(self, func: Any, tensors: Sequence[Tensor], followed: Followed) -> list[Tensor]:
         for each in tensors:
             if each.shape != self.shape:
                 self._refuse(func, f"which makes shape {tuple(each.shape)} of {tuple(self.shape)}")
-            yield Features.of(each, self.pair, self.call, self.lead)
+        return [Features.of(each, self.pair, self.call, self.lead) for each in tensors]
 
     @override
     def _refuse(self, func: Any, why: str) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import gcd
 from typing import Any, NoReturn
 
@@ -92,9 +92,9 @@ class Heads(Between):
         return found
 
     @override
-    def _wrapped(self, func: Any, tensors: Sequence[Tensor], followed: Followed) -> Iterator[Tensor]:
-        for each, blocks in zip(tensors, followed.blocks, strict=True):
-            yield Heads.of(each, self.pair, self.call, blocks.dim)
+    def _wrapped(self, func: Any, tensors: Sequence[Tensor], followed: Followed) -> list[Tensor]:
+        pairs = zip(tensors, followed.blocks, strict=True)
+        return [Heads.of(each, self.pair, self.call, blocks.dim) for each, blocks in pairs]
 
     @override
     def _refuse(self, func: Any, why: str) -> NoReturn:
