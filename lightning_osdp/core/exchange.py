@@ -64,8 +64,8 @@ class Exchange:
     """Output of each column where there are several, those of attention included; empty for all else."""
     fed_bytes: Affine = ZERO
     """Input of the last operator of attention."""
-    num_heads: int = 1
-    """Number of heads of attention, those of keys if these are fewer: ranks must divide it."""
+    num_heads: int = 0
+    """Number of heads of attention, those of keys if these are fewer; 0 for all else, which ranks may cut anywhere."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or len(self.operators) not in numbers_of_operators(self.kind):
@@ -107,4 +107,4 @@ class Exchange:
 
     def divides_over(self, num_ranks: int) -> bool:
         """Tells if so many ranks can have parts of it: heads of attention cannot be cut."""
-        return self.kind != "attention" or self.num_heads % num_ranks == 0
+        return self.num_heads % num_ranks == 0

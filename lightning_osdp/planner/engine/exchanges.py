@@ -163,8 +163,7 @@ def with_exchanges(step: Step, exchanges: Mapping[Exchange, int]) -> ModelProfil
     saved = dict[str, float]()
     for each, n in exchanges.items():
         beyond = [saved_beyond(each, n), *(part * -1 for part in each.saved_again)]
-        if each.kind == "attention":
-            beyond[-1] += each.fed_bytes  # copied into the order of the ranks
+        beyond[-1] += each.fed_bytes  # copied into the order of the ranks
         saved |= {
             name: part.at(step.workload.micro_batch_size) for name, part in zip(each.operators, beyond, strict=False)
         }

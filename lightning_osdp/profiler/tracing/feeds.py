@@ -47,7 +47,7 @@ class Handed(NamedTuple):
     attended: int | None = None
     """Number of segments to that of the one operator that takes what attention makes of the outputs of this one and of
     the two that follow it; None where they are not two, or anything else takes these outputs."""
-    num_heads: int = 1
+    num_heads: int = 0
     """Number of heads, those of keys if these are fewer."""
 
 
