@@ -24,7 +24,7 @@ def scatter_in_flight(root: nn.Module) -> None:
     groups = [group for group in dict.fromkeys(found) if group is not None]
     for group in groups:
         group.modules[0].set_custom_all_gather(AllGather())
-    in_flight.ReduceScatters(root, groups)
+    in_flight.Reductions(root, groups)
 
 
 def gather_ahead(root: nn.Module, units: Sequence[Any]) -> None:

@@ -150,7 +150,7 @@ class ShardedModel:
         self._writes = unsharded.GatheredWrites(self._groups)
         for group in self._groups:
             unsharded.Freezing(group)
-        self._reduce_scatters = in_flight.ReduceScatters(
+        self._reductions = in_flight.Reductions(
             module, self._groups, self._update_ahead if len(self.host) else access.do_nothing, self._begin_agreement
         )
         self._agreement = Agreement(
@@ -328,7 +328,7 @@ class ShardedModel:
             ConfigurationError: the step before has written to parameters that are gathered in low precision, or
                 gradients of replicated units are not reduced.
         """
-        self._reduce_scatters.finish()
+        self._reductions.finish()
         backward.check_reduced(self._groups)
         # shards take over writes to unsharded parameters before the optimizer changes them
         self.reshard(may_write=False)
@@ -523,7 +523,7 @@ class ShardedModel:
                     parameter.grad = gradient
 
     def _forget_step(self) -> None:
-        self._reduce_scatters.forget()
+        self._reductions.forget()
         backward.forget_step(self.module, self._groups)
         self._waiting.forget()
         self._exchanging.outputs.forget()

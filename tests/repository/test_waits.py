@@ -35,7 +35,7 @@ ALLOWED = {
     ("apply/internals/host_shards.py", "_copy"): "from pinned memory, which is not waited for",
     ("apply/internals/host_shards.py", "wait_for_copies"): "where shards are on the host, which anybody may write to",
     ("apply/internals/host_shards.py", "_sent"): ON_THE_HOST,
-    ("apply/internals/in_flight.py", "end"): "on the CPU: only gloo's reduce-scatters end there",
+    ("apply/internals/in_flight.py", "end"): "on the CPU: only gloo's reductions end there",
     ("apply/updating/host_updates.py", "fill"): FOR_THE_HOST,
     ("apply/updating/updates_ahead.py", "_after"): "in a thread of its own",
     ("apply/updating/updates_ahead.py", "_wait_for_device"): "in an optimizer's step, where updates have begun",

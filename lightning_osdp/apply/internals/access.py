@@ -106,6 +106,7 @@ _ATTRIBUTES = {
         "_reduce_scatter_comm",
         "_reshard_after_forward_event",
         "_training_state",
+        "all_reduce_grads",
         "comm_ctx",
         "device",
         "device_handle",

@@ -1,15 +1,18 @@
-"""Reduce-scatters of units on gloo that go on while backward computes, with nothing of torch changed.
+"""Reductions of units on gloo that go on while backward computes, with nothing of torch changed.
 
 ``fully_shard`` calls a reduce-scatter that it waits for, and makes gradients of shards views of what that has filled.
 Here it only begins (`lightning_osdp.operations.reduce_scatter`): its output is filled later, and the gradients with it.
 Until then they are put aside, so that who looks at a shard's gradient inside of backward finds what was there before.
+Of a unit that each rank has all of torch is told to leave gradients as they are before their all-reduce, which begins
+here, too.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,22 +22,22 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
-from lightning_osdp.apply.internals import access, host_shards
+from lightning_osdp.apply.internals import access, backward, host_shards, resident
 from lightning_osdp.operations.gloo import begin_all_to_all, is_by_gloo
 from lightning_osdp.operations.reduce_scatter import ReduceScatter, add_up, can_add_up
 from lightning_osdp.planner.engine import REDUCTIONS_IN_FLIGHT
 
 
-class ReduceScatters:
-    """Reduce-scatters of a root's units: the latest ones are in flight in backward, and none outside of it.
+class Reductions:
+    """Reductions of a root's units: the latest ones are in flight in backward, and none outside of it.
 
     They end in the order in which they began: one when its turn comes to make room for the next one's input, all that
-    are left at the end of backward. A unit whose gradients somebody takes up at once waits for its own: where nodes
-    have all of it, and are all-reduced, or where a parameter has ``register_post_accumulate_grad_hook()``.
+    are left at the end of backward. A unit whose gradients somebody takes up at once waits for its own: where they are
+    then all-reduced between nodes, or where a parameter has ``register_post_accumulate_grad_hook()``.
 
     Args:
         root: of the units.
-        groups: their parameters; reduce-scatters of those that are not reduced by gloo are left as they are.
+        groups: their parameters; those that are not reduced by gloo are left as they are.
         on_reduced: called with a group when its shards have been given gradients, if it had any; on a GPU they are
             there after the group's ``_post_reduce_event``.
         on_begun: called at the end of backward, when all have begun.
@@ -51,19 +54,22 @@ class ReduceScatters:
         self._in_flight: deque[_Begun] = deque()
         self._latest: _Begun | None = None  # in the unit whose gradients torch is about to set
         for group in groups:
+            post_backward = group.post_backward
             if is_by_gloo(group.mesh_info.shard_process_group, group.device):
                 group.modules[0].set_custom_reduce_scatter(_UnitReduceScatter(self, group))
-            group.post_backward = partial(self._post_backward, group, group.post_backward)
+                if _is_all_reduced_alone(group):
+                    post_backward = partial(self._all_reduce, group, post_backward)
+            group.post_backward = partial(self._post_backward, group, post_backward)
         for state in access.state_of(root)._state_ctx.all_states:
             state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
 
     def make_room(self) -> None:
-        """Ends the oldest reduce-scatters until one more may be in flight."""
+        """Ends the oldest reductions until one more may be in flight."""
         while len(self._in_flight) >= self._most:
             self._end_oldest()
 
     def finish(self) -> None:
-        """Ends all reduce-scatters: shards have their gradients then."""
+        """Ends all reductions: shards have their gradients then."""
         while self._in_flight:
             self._end_oldest()
 
@@ -73,14 +79,14 @@ class ReduceScatters:
         self._on_reduced(begun.group)
 
     def forget(self) -> None:
-        """Waits for the reduce-scatters of a step that is given up, and drops their outputs."""
+        """Waits for the reductions of a step that is given up, and drops their outputs."""
         begun = [*self._in_flight]
         self._in_flight.clear()
         for each in begun:
             each.work.wait()
 
     def begin(self, begun: _Begun) -> None:
-        """Counts a reduce-scatter as in flight."""
+        """Counts a reduction as in flight."""
         self._latest = begun
         self._in_flight.append(begun)
 
@@ -97,6 +103,22 @@ class ReduceScatters:
         if latest is None:
             self._on_reduced(group)
 
+    def _all_reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        """Ends backward of a unit that each rank has all of, and begins the all-reduce that torch would wait for."""
+        if not group.reduce_grads or _has_hooks(group):
+            post_backward(*unused)
+            return
+        have = backward.have_unreduced_gradients(group)
+        given = [*compress(group.fsdp_params, map(_is_given_gradient, group.fsdp_params, have))]
+        group.all_reduce_grads = False
+        try:
+            post_backward(*unused)
+        finally:
+            group.all_reduce_grads = True
+        output, group._partial_reduce_output = group._partial_reduce_output, None
+        if output is not None:
+            self.begin(_begun_all_reduce(group, given, output))
+
     def _end(self, end: Callable[[], None]) -> None:
         end()
         self._on_begun()
@@ -106,7 +128,7 @@ class ReduceScatters:
 class _UnitReduceScatter(ReduceScatter):
     """Begins reduce-scatters of one unit, and leaves them in flight where nobody takes up its gradients at once."""
 
-    def __init__(self, all_units: ReduceScatters, group: Any) -> None:
+    def __init__(self, all_units: Reductions, group: Any) -> None:
         self._all_units, self._group = all_units, group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -121,16 +143,29 @@ class _UnitReduceScatter(ReduceScatter):
         elif _is_taken_up(self._group):
             super().__call__(output_tensor, input_tensor, group, op)
         else:
-            self._all_units.begin(_Begun(self._group, output_tensor, input_tensor, group, op))
+            self._all_units.begin(_begun_reduce_scatter(self._group, output_tensor, input_tensor, group, op))
 
 
 def _is_taken_up(group: Any) -> bool:
     """Tells if the output of a unit's reduce-scatter is needed at once."""
-    return (
-        isinstance(group.mesh_info, HSDPMeshInfo)
-        or group._all_reduce_hook is not None
-        or any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in group.fsdp_params)
+    return isinstance(group.mesh_info, HSDPMeshInfo) or _has_hooks(group)
+
+
+def _has_hooks(group: Any) -> bool:
+    """Tells if users are given a unit's gradients inside of backward."""
+    return group._all_reduce_hook is not None or any(
+        getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in group.fsdp_params
     )
+
+
+def _is_all_reduced_alone(group: Any) -> bool:
+    """Tells if gradients of a unit are all-reduced, and not reduce-scattered before."""
+    return isinstance(group.mesh_info, HSDPMeshInfo) and resident.is_replicated(group)
+
+
+def _is_given_gradient(parameter: Any, has_unreduced: bool) -> bool:
+    """Tells if the end of a unit's backward gives a parameter a gradient: zeros, where it is trained and has none."""
+    return has_unreduced or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad)
 
 
 class _Aside:
@@ -150,49 +185,106 @@ class _Aside:
 
 
 class _Begun:
-    """A reduce-scatter in flight, with the gradients that it will fill."""
+    """A reduction in flight, with the gradients that it will fill.
 
-    def __init__(self, group: Any, output: Tensor, whole: Tensor, process_group: dist.ProcessGroup, op: Any) -> None:
-        self.group, self._output, self._whole, self._op = group, output, whole, op
+    Attributes:
+        group: of the unit.
+        work: that is to be waited for.
+    """
+
+    def __init__(
+        self, group: Any, output: Tensor, work: dist.Work, divisor: float | None, add_up: Callable[[], None]
+    ) -> None:
+        """Takes what was begun.
+
+        Args:
+            group: of the unit.
+            output: is reduced when the work is done, ``add_up`` was called, and it was divided.
+            work: of the collective.
+            divisor: of the output; None: it is the mean already.
+            add_up: makes the output of what was received.
+        """
+        self.group, self.work = group, work
+        self._output, self._divisor, self._add_up = output, divisor, add_up
         self._name = group._module_fqn
-        _, self._divisor, *_ = _get_gradient_divide_factors(
-            process_group,
-            None,
-            whole.dtype,
-            whole.device.type,
-            group.gradient_divide_factor,
-            group.force_sum_reduction_for_comms,
-        )
-        self._received = torch.empty_like(whole)
-        self.work = begin_all_to_all(self._received, whole, process_group)
         self._gradients: list[tuple[nn.Parameter, DTensor]] = []
-        self._before = [(each.sharded_param, each.sharded_param.grad) for each in group.fsdp_params]
+        self._before: list[tuple[nn.Parameter, Any]] = []
+
+    def take(self, gradients: Iterable[tuple[nn.Parameter, DTensor]]) -> None:
+        """Takes gradients that are parts of the output, or of what it is cast to."""
+        self._gradients += gradients
+
+    def expect(self) -> None:
+        """Has torch set gradients anew, which `put_aside` then takes: it would add to them what is not there yet."""
+        self._before = [(each.sharded_param, each.sharded_param.grad) for each in self.group.fsdp_params]
         for parameter, _ in self._before:
-            parameter.grad = None  # else torch adds to it what is not there yet
+            parameter.grad = None
 
     def put_aside(self) -> None:
         """Takes the gradients that torch has just set, and puts back those of earlier micro-batches."""
         for parameter, before in self._before:
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
-                self._gradients.append((parameter, parameter.grad))
+                self.take([(parameter, parameter.grad)])
             parameter.grad = before
         self._before = []
 
     @torch.no_grad()
     def end(self) -> None:
-        """Waits for the reduce-scatter, and sets the shards' gradients or adds to them."""
+        """Waits for the reduction, and sets the shards' gradients or adds to them."""
         try:
             self.work.wait()
         except RuntimeError as error:
             where = repr(self._name) if self._name else "the root unit"
-            raise RuntimeError(f"The reduce-scatter of gradients of {where} failed: {error}") from error
-        add_up(self._output, self._received, self._op)
+            raise RuntimeError(f"The reduction of gradients of {where} failed: {error}") from error
+        self._add_up()
         if self._divisor not in {None, 1}:
             self._output.div_(self._divisor)
         parts = [gradient._local_tensor for _, gradient in self._gradients]
-        if parts and parts[0].dtype != self._output.dtype:  # parts of what torch has cast before it was there
+        if parts and parts[0].dtype != self._output.dtype:  # parts of what was cast before it was there
             parts[0].as_strided(self._output.shape, self._output.stride(), 0).copy_(self._output)
         is_kept = host_shards.copies_gradients(self.group)
         for parameter, gradient in self._gradients:
             host_shards.add_gradient(parameter, gradient, is_kept=is_kept)
+
+
+def _begun_reduce_scatter(
+    group: Any, output: Tensor, whole: Tensor, process_group: dist.ProcessGroup, op: Any
+) -> _Begun:
+    _, divisor, *_ = _divide_factors(group, whole, process_group, None)
+    received = torch.empty_like(whole)
+    work = begin_all_to_all(received, whole, process_group)
+    begun = _Begun(group, output, work, divisor, partial(add_up, output, received, op))
+    begun.expect()
+    return begun
+
+
+@torch.no_grad()
+def _begun_all_reduce(group: Any, parameters: Sequence[Any], output: Tensor) -> _Begun:
+    """Begins the all-reduce of all gradients of a unit, one after the other in a flat tensor."""
+    mesh = group.mesh_info
+    _, divisor, _, op = _divide_factors(group, output, mesh.shard_process_group, mesh.replicate_process_group)
+    whole, offset = output.to(parameters[0].orig_dtype), 0
+    gradients: list[tuple[nn.Parameter, DTensor]] = []
+    for each in parameters:
+        part = torch.as_strided(whole, each.sharded_size, each.contiguous_sharded_stride, offset)
+        gradients.append((each.sharded_param, each.to_sharded_dtensor(part)))
+        offset += part.numel()
+    work = dist.all_reduce(output, op=op, group=mesh.replicate_process_group, async_op=True)
+    begun = _Begun(group, output, work, divisor, access.do_nothing)
+    begun.take(gradients)
+    return begun
+
+
+def _divide_factors(
+    group: Any, whole: Tensor, scattering: dist.ProcessGroup, reducing: dist.ProcessGroup | None
+) -> tuple[Any, ...]:
+    factors: tuple[Any, ...] = _get_gradient_divide_factors(
+        scattering,
+        reducing,
+        whole.dtype,
+        whole.device.type,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+    )
+    return factors

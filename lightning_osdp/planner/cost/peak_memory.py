@@ -131,8 +131,8 @@ class StepMemory:
     whole_bytes: tuple[float, ...]
     """S - s of each: what it takes to have its gradients whole from one micro-batch to the next."""
     summed_bytes: tuple[tuple[float, float], ...] = ()
-    """Bytes of each beside its reduced gradients while these are all-reduced as a whole and backward goes on, where
-    every micro-batch does that, and where the last one does: gradients that are cast then, or added to earlier ones."""
+    """Bytes of each beside its reduced gradients that an all-reduce of them leaves while backward goes on, where every
+    micro-batch does that, and where the last one does: gradients that are cast then, or added to earlier ones."""
     saved_bytes: tuple[Mapping[str, float], ...]
     """A of each: what a choice of activations saves beyond the one that saves least; empty where there is no choice."""
     largest_bytes: Mapping[int, float]
@@ -363,9 +363,7 @@ def step_memory(
         # with paddings a shard may be larger than what it is a shard of
         whole_bytes=tuple(max(0.0, sizes[unit].whole_gradient - sizes[unit].reduced) for unit in order),
         reduced_bytes=tuple(sizes[unit].reduced for unit in order),
-        summed_bytes=tuple(
-            _summed(wholes[unit].scattered, wholes[unit].reduced, step.workload.num_micro_batches) for unit in order
-        ),
+        summed_bytes=tuple(_summed(wholes[unit].scattered, wholes[unit].reduced, step) for unit in order),
         node_size=step.cluster.node_size or 1,
         saved_bytes=tuple(saved),
         largest_bytes={k: floor.num_bytes for k, floor in largest.items()},
@@ -382,10 +380,16 @@ def step_memory(
     )
 
 
-def _summed(scattered: float, reduced: float, num_micro_batches: int) -> tuple[float, float]:
-    """`StepMemory.summed_bytes` of one unit, of which these are the bytes where each rank has all of it."""
-    last = scattered if scattered != reduced else 0.0
-    return (scattered if num_micro_batches > 1 else last), last
+def _summed(scattered: float, reduced: float, step: Step) -> tuple[float, float]:
+    """`StepMemory.summed_bytes` of one unit, of which these are the bytes where each rank has all of it.
+
+    A backend that copies is through with it when the next unit is reduced: what it holds until then is no more than
+    what a reduce-scatter receives, but where gradients are cast and added to others.
+    """
+    cast, adds = scattered if scattered != reduced else 0.0, step.workload.num_micro_batches > 1
+    if step.cluster.reduce_scatter_copies:
+        return (cast if adds else 0.0), 0.0
+    return (scattered if adds else cast), cast
 
 
 class _Floor(NamedTuple):

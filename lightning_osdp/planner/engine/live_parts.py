@@ -378,8 +378,11 @@ class LiveParts:
         self._add("reduced gradients", stays)
 
     def _reduce_whole(self, unit: int) -> None:
-        """All-reduces gradients in place, once they are copied; where they are cast then, they stay to the end."""
-        self._reduce_in_node(unit)
+        """All-reduces gradients in place, once they are copied; where they are cast then, they stay to the end.
+
+        Where the backend copies, that goes on, and they stay as long.
+        """
+        (self._reduce if self.copies else self._reduce_in_node)(unit)
 
     def _keep_reduced(self, unit: int) -> None:
         if unit not in self.reduced:

@@ -42,8 +42,8 @@ def measure_overlap(
     """Tells if computing goes on during collectives, kinds that the host waits for, and how both are slowed down.
 
     On CUDA an all-gather runs in another stream. On CPU asynchronous all-gathers and reduce-scatters are tried apart,
-    and the mean of their contention is taken; the host waits for reductions of units that are sharded in the node, or
-    that each rank has all of. Call it on all ranks.
+    and the mean of their contention is taken; all-reduces are gloo's own, as all-gathers are, and overlap as these do.
+    The host waits for reductions of units that are sharded in the node. Call it on all ranks.
 
     Args:
         device: that computes.
@@ -59,7 +59,7 @@ def measure_overlap(
         beside_products(partial(begin, whole, shard), device, width=WIDTH_ON_CPU, repeats=1)
         for begin in (_begin_all_gather, begin_reduce_scatter)
     )
-    tried = {"gather": gathers, "gather_in_node": gathers, "reduce": reductions}
+    tried = {"gather": gathers, "gather_in_node": gathers, "reduce": reductions, "reduce_whole": gathers}
     hidden = {beside: hidden_share(beside) >= LEAST_HIDDEN for beside in (gathers, reductions)}
     if not any(hidden.values()):
         return False, (), Contention()
@@ -69,7 +69,7 @@ def measure_overlap(
         computing=statistics.fmean(each.computing for each in found),
         collectives=statistics.fmean(each.collectives for each in found),
     )
-    return True, (*waits_for, "reduce_in_node", "scatter_in_node", "all_reduce", "reduce_whole"), contention
+    return True, (*waits_for, "reduce_in_node", "scatter_in_node", "all_reduce"), contention
 
 
 def measure_taken_s(cluster: Cluster, device: torch.device) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""Reduce-scatters that go on while backward computes: the same numbers, however late they are, and nothing is left."""
+"""Reductions that go on while backward computes: the same numbers, however late they are, and nothing is left."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ SYNCS = {"every": ["every"], "last": ["last"], "both": ["every", "last"]}
 """Synchronisation of units, in turn."""
 
 
-class Counted(in_flight.ReduceScatters):
+class Counted(in_flight.Reductions):
     """Notes the most that were in flight at a time."""
 
     most_seen = 0
@@ -37,7 +37,7 @@ def made(plan, most):
     """Training under a plan, with so many in flight at most."""
     with (
         patch.object(in_flight, "REDUCTIONS_IN_FLIGHT", most),
-        patch.object(in_flight, "ReduceScatters", Counted),
+        patch.object(in_flight, "Reductions", Counted),
     ):
         return Run(plan)
 
@@ -53,24 +53,34 @@ def with_syncs(plan, syncs):
     return dataclasses.replace(plan, units=units)
 
 
+def replicated(plan):
+    """The plan with all of each unit but the root on each rank, whose gradients are all-reduced."""
+    return dataclasses.replace(
+        plan, units=tuple(unit.treated(home="one", keep="nothing") if unit.name else unit for unit in plan.units)
+    )
+
+
+PLANS = {"sharded": lambda plan: plan, "replicated": replicated}
+
+
 def steps_of(run, number=None):
     """Takes so many steps, none of which leaves anything in flight; None: one for each pair of batches."""
     losses, batches = [], batches_by_step()
     torch.manual_seed(7 + dist.get_rank())
     for step in range(number or len(batches)):
         losses += run.step(batches[step % len(batches)])
-        assert not run.model._reduce_scatters._in_flight
+        assert not run.model._reductions._in_flight
     return run.found(losses)
 
 
-def equivalence(units, cases):
+def equivalence(units, cases, kind="sharded"):
     """Differences from DDP, and most that were in flight, by how many may be and what units synchronise."""
     found = {}
     with by_messages(), patch.object(parts, "STEPS", 14 // dist.get_world_size()):  # as many as there are batches for
         expected = ddp()
         for most, name in cases:
-            run = made(with_syncs(base_plan(units), SYNCS[name]), most)
-            found[most, name] = apart(steps_of(run), expected), run.model._reduce_scatters.most_seen
+            run = made(PLANS[kind](with_syncs(base_plan(units), SYNCS[name])), most)
+            found[most, name] = apart(steps_of(run), expected), run.model._reductions.most_seen
     return found
 
 
@@ -78,14 +88,14 @@ EVERY = [*itertools.product(MOST, SYNCS)]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "units", "cases"),
+    ("world_size", "units", "kind", "cases"),
     [
-        (2, "operators", [*zip(MOST, SYNCS, strict=True)]),
-        *(slow(*case, EVERY) for case in itertools.product((2, 4), ("operators", "both"))),
+        *((2, "operators", kind, [*zip(MOST, SYNCS, strict=True)]) for kind in PLANS),
+        *(slow(*case, EVERY) for case in itertools.product((2, 4), ("operators", "both"), PLANS)),
     ],
 )
-def test_steps_equal_ddp_however_many_are_in_flight(ranks, world_size, units, cases):
-    found = ranks(world_size).run(equivalence, units=units, cases=cases)[0]
+def test_steps_equal_ddp_however_many_are_in_flight(ranks, world_size, units, kind, cases):
+    found = ranks(world_size).run(equivalence, units=units, cases=cases, kind=kind)[0]
     assert [*found] == cases
     assert {case: difference for case, (difference, _) in found.items() if difference > 1e-9} == {}
     for (most, _), (_, seen) in found.items():
@@ -106,7 +116,7 @@ def late(num_steps, seed):
         for unit in run.model.units:
             unit.handle.register_forward_pre_hook(wait)
             unit.handle.register_full_backward_hook(wait)
-        found, seen = steps_of(run, num_steps), run.model._reduce_scatters.most_seen
+        found, seen = steps_of(run, num_steps), run.model._reductions.most_seen
     return all(torch.equal(value, expected[name]) for name, value in found.items()), seen
 
 
@@ -131,7 +141,7 @@ def seen_behind_frozen_units():
         run = made(base_plan("both"), 1)
 
         def look(_):
-            seen.append(len(run.model._reduce_scatters._in_flight))
+            seen.append(len(run.model._reductions._in_flight))
 
         def look_in_backward(_, __, output):
             output.register_hook(look)
@@ -200,11 +210,11 @@ def broken():
         torch.manual_seed(5)
         found = run.found(run.step(second))
         results.append({name: found[name] for name, _ in run.module.named_parameters()})
-        assert not run.model._reduce_scatters._in_flight
+        assert not run.model._reductions._in_flight
     return str(raised.value), apart(*results)
 
 
 def test_an_error_names_its_unit_and_leaves_nothing_in_flight(ranks):
     for told, difference in ranks(2).run(broken):
-        assert told == "The reduce-scatter of gradients of 'alone.up' failed: Connection closed by peer"
+        assert told == "The reduction of gradients of 'alone.up' failed: Connection closed by peer"
         assert difference == 0.0
