@@ -59,3 +59,33 @@ def test_a_peak_near_the_limit_that_was_predicted_is_not_told(monitor, caplog):
     with caplog.at_level("INFO"):
         monitor._tell_near_limit()
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("bar", "is_global_zero", "wanted", "due", "number"),
+    [
+        (object(), True, True, False, 4),
+        (None, True, True, False, 0),
+        (object(), False, True, False, 0),
+        (object(), True, False, False, 0),
+        (None, False, True, True, 4),
+    ],
+)
+def test_between_logs_values_are_made_for_a_bar_alone(monkeypatch, monitor, bar, is_global_zero, wanted, due, number):
+    monkeypatch.setattr("lightning_osdp.callbacks.plan_monitor._REFRESH_S", 0.0)
+    monitor._progress_bar, logged = wanted, []
+    monkeypatch.setattr(monitor, "_log", logged.append)
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(plan=monitor._plan),
+        global_step=0,
+        global_rank=0,
+        is_global_zero=is_global_zero,
+        progress_bar_callback=bar,
+        _logger_connector=SimpleNamespace(should_update_logs=due),
+    )
+    monkeypatch.setattr(monitor._peak, "start", lambda *_, **__: None)
+    for _ in range(4):
+        monitor.on_train_batch_start(trainer, None, torch.ones(4), 0)
+        trainer.global_step += 1
+        monitor.on_train_batch_end(trainer, None, None, torch.ones(4), 0)
+    assert len(logged) == number
