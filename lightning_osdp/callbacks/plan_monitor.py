@@ -29,8 +29,8 @@ from lightning_osdp.report.tables import comparison_table, show
 _KEPT_STEPS = 1000
 """Number of latest steps that the medians of the final table are taken over."""
 _REFRESH_S = 1.0
-"""Seconds between updates of the progress bar that logging does not cause. An update takes Lightning ten milliseconds on
-a CPU: none is made where there is no bar."""
+"""Seconds between updates of the progress bar that logging does not cause. Lightning takes ten milliseconds of a CPU
+for one, and none is made without a bar."""
 _NEAR_LIMIT = 0.97
 """Peak over the memory limit from which on it is told, where it is also beyond `_MORE`."""
 _MORE = 1.01

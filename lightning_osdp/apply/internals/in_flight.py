@@ -3,7 +3,7 @@
 ``fully_shard`` calls a reduce-scatter that it waits for, and makes gradients of shards views of what that has filled.
 Here it only begins (`lightning_osdp.operations.reduce_scatter`): its output is filled later, and the gradients with it.
 Until then they are put aside, so that who looks at a shard's gradient inside of backward finds what was there before.
-Of a unit that each rank has all of torch is told to leave gradients as they are before their all-reduce, which begins
+Where each rank has all of a unit, torch is told to leave gradients as they are before their all-reduce, which begins
 here, too.
 """
 
@@ -264,7 +264,8 @@ def _begun_all_reduce(group: Any, parameters: Sequence[Any], output: Tensor) -> 
     """Begins the all-reduce of all gradients of a unit, one after the other in a flat tensor."""
     mesh = group.mesh_info
     _, divisor, _, op = _divide_factors(group, output, mesh.shard_process_group, mesh.replicate_process_group)
-    whole, offset = output.to(parameters[0].orig_dtype), 0
+    dtype, offset = parameters[0].orig_dtype, 0
+    whole = output.to(dtype)
     gradients: list[tuple[nn.Parameter, DTensor]] = []
     for each in parameters:
         part = torch.as_strided(whole, each.sharded_size, each.contiguous_sharded_stride, offset)

@@ -36,9 +36,9 @@ class SearchSpace:
     gathered; ``("hpZ",)`` leaves a shard in each node; ``("HSDP", "HDP")`` shards in the node and replicates across. On
     one node these are ZDP and DP. ``resident`` keeps frozen units for ever. ``replicated`` has all of a trained unit on
     each rank, and all-reduces its gradients. ``stationary`` moves activations of operators and of pairs in place of
-    their weights, and ``node_stationary`` among the ranks of each node. None: all in which weights move, but not
-    ``replicated``, and operators by themselves may move activations if a step is predicted to take a fifth less so, and
-    0.1 s less."""
+    their weights, and ``node_stationary`` among the ranks of each node. None: all in which weights move,
+    ``replicated`` only where something is frozen, and operators by themselves may move activations if a step is
+    predicted to take a fifth less so, and 0.1 s less."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Micro-batches that may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""
@@ -103,6 +103,11 @@ class SearchSpace:
     def offered_modes(self) -> tuple[str, ...]:
         """`modes`, or those that are offered where nobody has named any."""
         return _BY_DEFAULT if self.modes is None else self.modes
+
+    def offering(self, *names: str) -> SearchSpace:
+        """These limits, with more modes."""
+        more = tuple(name for name in names if name not in self.offered_modes)
+        return replace(self, modes=(*self.offered_modes, *more)) if more else self
 
     @property
     def saves(self) -> tuple[str, ...]:

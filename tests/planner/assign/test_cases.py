@@ -85,20 +85,23 @@ def test_a_search_that_stops_early_says_so_in_words_that_are_true_of_the_step(se
     assert rest == "the best plan that was found, not proven to be the best."
 
 
-@pytest.mark.parametrize(("num_units", "most_s"), [(400, 3.0), (3000, 4.0)])
-def test_thousands_of_distinct_operators_take_about_a_second(setting, cluster, num_units, most_s):
-    draw = random.Random(1)
-    operators = chain([4 * int(10 ** draw.uniform(5, 7)) for _ in range(num_units)])
-    found = setting(
-        operators=operators,
-        cluster=cluster(8, latency_s=2e-5, seconds_per_byte=1e-10),
-        workload=Workload(micro_batch_size=2),
-    )
-    limit_bytes = sum(made["parameter_bytes"] for made in operators)
-    start_s = time.process_time()
-    assigned = assign_modes(found, memory_limit_bytes=limit_bytes)
-    assert time.process_time() - start_s < most_s
-    assert assigned.gap < 1e-3
+def test_thousands_of_distinct_operators_take_not_much_longer_for_each_than_hundreds(setting, cluster):
+    seconds = {}
+    for num_units in (400, 3000):
+        draw = random.Random(1)
+        operators = chain([4 * int(10 ** draw.uniform(5, 7)) for _ in range(num_units)])
+        found = setting(
+            operators=operators,
+            cluster=cluster(8, latency_s=2e-5, seconds_per_byte=1e-10),
+            workload=Workload(micro_batch_size=2),
+        )
+        limit_bytes = sum(made["parameter_bytes"] for made in operators)
+        start_s = time.process_time()
+        assigned = assign_modes(found, memory_limit_bytes=limit_bytes)
+        seconds[num_units] = (time.process_time() - start_s) / num_units
+        assert assigned.gap < 1e-3
+    # a ratio of two runs on this machine: a search that grows as the square would take 7.5 times as long
+    assert seconds[3000] < 4 * seconds[400]
 
 
 def test_exhaustive_refuses_many_units(setting, two_ranks):

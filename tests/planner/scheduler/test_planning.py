@@ -14,7 +14,7 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planner.engine import FSDP2, engine_of
-from lightning_osdp.planner.scheduler import PlanMethod, make_plan
+from lightning_osdp.planner.scheduler import PlanMethod, judge_plan, make_plan
 from lightning_osdp.planner.search import SOLVERS
 from lightning_osdp.planner.simulation import simulate
 from tests.support.plans import keeping, waiting
@@ -307,6 +307,21 @@ def test_the_paper_plans_with_sums(model, operator, cluster, modes):
         assert [unit.modes for unit in found.units].count(("DP",)) == kept + 1  # and the root
     with pytest.raises(InfeasibleError, match=r"needs at least 621 B \(in all phases: model states 600 B"):
         plan(profile, ring, micro_batch_size=1, memory_limit_bytes=620, **given)
+
+
+@pytest.mark.parametrize(("frozen", "modes"), [(True, {"replicated"}), (False, {"DP"})])
+def test_what_is_trained_beside_what_is_frozen_is_replicated_unasked(model, operator, cluster, frozen, modes):
+    profile = model(operator("base", 4000, frozen=frozen), operator("adapter.down", 40), operator("adapter.up", 40))
+    ring = dataclasses.replace(cluster(2, seconds_per_byte=0.02), unit_overhead={"gather": UnitOverhead(fixed_s=1.0)})
+    given = {"micro_batch_size": 1, "memory_limit_bytes": 10**6}
+    found = plan(profile, ring, **given)
+    assert {mode for unit in found.units if unit.name.startswith("adapter") for mode in unit.modes} == modes
+    assert found.search_space.modes is None
+    assert ("replicated" in found.offered.offered_modes) == frozen
+    # judged anew, it is offered what it has
+    assert judge_plan(found, profile, ring, memory_limit_bytes=10**6).step_time_s == pytest.approx(found.step_time_s)
+    named = plan(profile, ring, search_space=SearchSpace(min_unit_bytes=0, modes=("ZDP", "DP", "resident")), **given)
+    assert "replicated" not in {mode for unit in named.units for mode in unit.modes}
 
 
 def test_a_profile_without_times_predicts_none(model, cluster):
