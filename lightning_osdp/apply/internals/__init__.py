@@ -8,7 +8,7 @@ Each module is a subject. Callers, also in the room, write its name in front: ``
 `sharding`      changes of modules before and after ``fully_shard``, and undoing it
 `gathering`     all-gathers and reduce-scatters, and what they leave
 `host_shards`   shards in memory of the host, of which all-gathers take copies
-`in_flight`     reduce-scatters that go on while backward computes
+`in_flight`     reductions that go on while backward computes
 `unsharded`     changes of parameters while they are unsharded, which shards take over
 `resident`      units that stay unsharded for ever
 `backward`      the end of backward for each unit, and gradients that are not reduced yet

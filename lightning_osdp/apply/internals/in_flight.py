@@ -105,7 +105,7 @@ class Reductions:
 
     def _all_reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
         """Ends backward of a unit that each rank has all of, and begins the all-reduce that torch would wait for."""
-        if not group.reduce_grads or _has_hooks(group):
+        if not (group.reduce_grads and group.all_reduce_grads) or _has_hooks(group):
             post_backward(*unused)
             return
         have = backward.have_unreduced_gradients(group)
