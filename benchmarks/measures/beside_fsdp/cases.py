@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.testbed.beside_fsdp.contest import WITHOUT_RACE, Division
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import PARALLELIZED, Way
-from lightning_osdp.core.axes import DP, MODES, NAMED_MODES, ZDP
+from lightning_osdp.core.axes import MODES, NAMED_MODES
 
 _NUM_QUICK_RIVALS = 4
 _LEAST_QUICK_LIMIT = 0.95
@@ -239,21 +239,17 @@ _ACCUMULATION = Contest(
     num_micro_batches=4,
     spaces={"OSDP": {"activations": ["keep"]}},
 )
-_REPLICATED = "OSDP, adapters replicated"
 """Name of the plan that may have all of trained units on each rank, as DDP has."""
 _LORA = Contest(
     models=("6 x 512, LoRA", "6 x 512 like Llama, LoRA"),
     # DDP takes 1.4 times the peak of BASE, so that it trains without a limit only
     limits=(1.15, 1.3, None),
     rivals=(BASE, KEPT, *AHEAD, DDP, RESIDENT),
-    spaces={
-        "OSDP": {"activations": ["keep"]},
-        _REPLICATED: {"activations": ["keep"], "modes": [ZDP.name, DP.name, "resident", "replicated"]},
-    },
+    spaces={"OSDP": {"activations": ["keep"]}},
     goals=(
         Goal(over=BASE.name, least=1.5),
         Goal(over=RESIDENT.name, limits=(None,), least=0.97),
-        Goal(over=DDP.name, who=_REPLICATED, at_mbit=None, limits=(None,), least=0.97),
+        Goal(over=DDP.name, at_mbit=None, limits=(None,), least=0.97),
     ),
 )
 _BY_WEIGHTS = "OSDP, weights move"
