@@ -192,8 +192,11 @@ class PlanMonitor(pl.Callback):
         self._num_steps += 1
         is_due = trainer._logger_connector.should_update_logs
         has_bar = self._progress_bar and trainer.is_global_zero and trainer.progress_bar_callback is not None
-        if is_due or (has_bar and time.perf_counter() - self._shown_s > _REFRESH_S):
-            self._log(pl_module)
+        if is_due or time.perf_counter() - self._shown_s > _REFRESH_S:
+            if is_due or has_bar:
+                self._log(pl_module)
+            else:
+                self._take_finished()
             self._shown_s = time.perf_counter()
         if is_due:  # true on all ranks at once, as they end steps together
             self._unlogged = []

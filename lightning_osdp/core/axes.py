@@ -423,8 +423,8 @@ def modes_of(
     """Treatments of these names, micro-batches that reduce, and places of states and shards; least memory first.
 
     All values are offered of axes of units that none of these says anything of. A shard that cannot be on the host
-    with the other values is on the device; where no states are offered there, what has to have them there is not
-    offered beside others.
+    with the other values is on the device; where states are offered on the host alone, what each rank has all of is
+    offered only where nothing else is.
     """
     modes = [mode for name, mode in NAMED_MODES.items() if name in names]
     offered_of = {axis.name: axis.values for axis in AXES.values() if axis.on == "unit"} | {
@@ -438,7 +438,7 @@ def modes_of(
     )
     there_are = (each for each in offered if on_device(each).within(ANYTHING) == on_device(each))
     found = tuple(dict.fromkeys(each.within(ANYTHING) for each in there_are))
-    return tuple(each for each in found if each["states"] in states) or found
+    return tuple(each for each in found if each["home"] != "one" or each["states"] in states) or found
 
 
 @cache

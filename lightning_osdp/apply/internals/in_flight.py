@@ -110,6 +110,7 @@ class Reductions:
             return
         have = backward.have_unreduced_gradients(group)
         given = [*compress(group.fsdp_params, map(_is_given_gradient, group.fsdp_params, have))]
+        self.make_room()
         group.all_reduce_grads = False
         try:
             post_backward(*unused)
@@ -271,6 +272,8 @@ def _begun_all_reduce(group: Any, parameters: Sequence[Any], output: Tensor) -> 
         part = torch.as_strided(whole, each.sharded_size, each.contiguous_sharded_stride, offset)
         gradients.append((each.sharded_param, each.to_sharded_dtensor(part)))
         offset += part.numel()
+    if offset != output.numel():
+        raise RuntimeError(f"Expected gradients of {output.numel()} elements in {group._module_fqn!r}, got {offset}.")
     work = dist.all_reduce(output, op=op, group=mesh.replicate_process_group, async_op=True)
     begun = _Begun(group, output, work, divisor, access.do_nothing)
     begun.take(gradients)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_osdp.core.axes import NAMED_MODES, REPLICATED, STATIONARY
+from lightning_osdp.core.axes import NAMED_MODES, STATIONARY
 from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.checks import check_blocks, check_choice, check_levels, check_units, from_schema_3
 from lightning_osdp.core.plans.document import as_json, read_value, shown, write_whole
@@ -123,11 +123,10 @@ class Plan:
 
     @property
     def offered(self) -> SearchSpace:
-        """Search space with what its units do: nobody has to name that some are replicated, or move activations."""
-        treatments = [treatment for unit in self.units for treatment in unit.treatments]
-        space, moves = self.search_space, any("moves" in treatment for treatment in treatments)
-        if any(treatment["home"] == "one" for treatment in treatments):
-            space = space.offering(REPLICATED.name)
+        """Search space with what nobody has to name: units may be replicated, or move activations where some do."""
+        trained_bytes = sum(unit.parameter_bytes if (b := unit.gradient_bytes) is None else b for unit in self.units)
+        space = self.search_space.unasked(trained_bytes, sum(unit.parameter_bytes for unit in self.units))
+        moves = any("moves" in treatment for unit in self.units for treatment in unit.treatments)
         return space if space.may_move or not moves else space.offering(STATIONARY.name)
 
     @property

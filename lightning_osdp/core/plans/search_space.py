@@ -21,6 +21,9 @@ from lightning_osdp.errors import ConfigurationError
 
 _BY_DEFAULT = tuple(name for name, mode in NAMED_MODES.items() if "moves" not in mode and mode["home"] != "one")
 
+MOST_TRAINED = 0.1
+"""Share of the parameters' bytes that is trained, at most, where ``replicated`` is offered unasked: as of adapters."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
@@ -37,8 +40,8 @@ class SearchSpace:
     one node these are ZDP and DP. ``resident`` keeps frozen units for ever. ``replicated`` has all of a trained unit on
     each rank, and all-reduces its gradients. ``stationary`` moves activations of operators and of pairs in place of
     their weights, and ``node_stationary`` among the ranks of each node. None: all in which weights move,
-    ``replicated`` only where something is frozen, and operators by themselves may move activations if a step is
-    predicted to take a fifth less so, and 0.1 s less."""
+    ``replicated`` only where a tenth of the model or less is trained, and operators by themselves may move activations
+    if a step is predicted to take a fifth less so, and 0.1 s less."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Micro-batches that may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""
@@ -104,10 +107,15 @@ class SearchSpace:
         """`modes`, or those that are offered where nobody has named any."""
         return _BY_DEFAULT if self.modes is None else self.modes
 
+    def unasked(self, trained_bytes: float, parameter_bytes: float) -> SearchSpace:
+        """These limits, with ``replicated`` where nobody has named modes and little of a model is trained."""
+        is_little = 0 < trained_bytes <= MOST_TRAINED * parameter_bytes
+        return self.offering("replicated") if self.modes is None and is_little else self
+
     def offering(self, *names: str) -> SearchSpace:
-        """These limits, with more modes."""
-        more = tuple(name for name in names if name not in self.offered_modes)
-        return replace(self, modes=(*self.offered_modes, *more)) if more else self
+        """These limits with modes by name: those that are offered, and more."""
+        more = (name for name in names if name not in self.offered_modes)
+        return replace(self, modes=(*self.offered_modes, *more))
 
     @property
     def saves(self) -> tuple[str, ...]:

@@ -386,10 +386,10 @@ def _summed(scattered: float, reduced: float, step: Step) -> tuple[float, float]
     A backend that copies is through with it when the next unit is reduced: what it holds until then is no more than
     what a reduce-scatter receives, but where gradients are cast and added to others.
     """
-    cast, adds = scattered if scattered != reduced else 0.0, step.workload.num_micro_batches > 1
+    is_cast, adds = scattered != reduced, step.workload.num_micro_batches > 1
     if step.cluster.reduce_scatter_copies:
-        return (cast if adds else 0.0), 0.0
-    return (scattered if adds else cast), cast
+        return (max(scattered, reduced) if is_cast and adds else 0.0), 0.0
+    return (scattered if adds or is_cast else 0.0), (scattered if is_cast else 0.0)
 
 
 class _Floor(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_osdp.core.axes import KEEP, REPLICATED, STATIONARY, modes_of
+from lightning_osdp.core.axes import KEEP, STATIONARY, modes_of
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.document import shown
@@ -91,8 +91,8 @@ def make_plan(
     backward; `simulate` tells what backward hides of them.
 
     Where no modes are named, operators by themselves may move activations, too, if that is predicted to
-    save a fifth of the seconds for a sample, and 0.1 s of a step; where something is frozen, trained units may be
-    replicated.
+    save a fifth of the seconds for a sample, and 0.1 s of a step; where a tenth of the model or less is
+    trained, trained units may be replicated.
 
     Args:
         profile: the model, see `profile_model`.
@@ -137,7 +137,8 @@ def make_plan(
         host_limit_bytes=host_limit_bytes,
         progress=progress,
     )
-    offered = space.offering(REPLICATED.name) if space.modes is None and _is_partly_frozen(profile) else space
+    trained_bytes = sum(operator.trainable_bytes for operator in profile.operators)
+    offered = space.unasked(trained_bytes, sum(operator.parameter_bytes for operator in profile.operators))
     plan = _named(searched(space.of(profile), offered), space)
     moved = moving_operators(plan, profile, cluster) if space.modes is None else None
     if moved is None or not _is_worth_it(plan, 1 - simulate(moved, profile, cluster).time_s / plan.step_time_s):
@@ -154,11 +155,6 @@ def make_plan(
 def _named(plan: Plan, space: SearchSpace) -> Plan:
     """The plan with the modes that were named in place of those that were offered."""
     return dataclasses.replace(plan, search_space=dataclasses.replace(plan.search_space, modes=space.modes))
-
-
-def _is_partly_frozen(profile: ModelProfile) -> bool:
-    """Tells if some operators are frozen, and others trained, as adapters are."""
-    return len({operator.num_trainable > 0 for operator in profile.operators if operator.parameter_bytes}) > 1
 
 
 def _is_worth_it(plan: Plan, saved: float) -> bool:

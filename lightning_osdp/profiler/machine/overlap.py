@@ -42,7 +42,7 @@ def measure_overlap(
     """Tells if computing goes on during collectives, kinds that the host waits for, and how both are slowed down.
 
     On CUDA an all-gather runs in another stream. On CPU asynchronous all-gathers and reduce-scatters are tried apart,
-    and the mean of their contention is taken; all-reduces are gloo's own, as all-gathers are, and overlap as these do.
+    and the mean of their contention is taken; all-reduces are taken to overlap as all-gathers do.
     The host waits for reductions of units that are sharded in the node. Call it on all ranks.
 
     Args:

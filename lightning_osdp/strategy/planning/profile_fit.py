@@ -281,13 +281,16 @@ class FitProfiler:
 
     @property
     def _may_exchange(self) -> bool:
-        """True if operators may move activations: unasked only where each backward is told of before it begins.
+        """True if operators may move activations: unasked only in a plain step."""
+        return self._options.search_space.may_move or self.is_plain
 
-        Optimizers have to be elementwise then: others may know shards that are cut in rows alone.
+    @property
+    def is_plain(self) -> bool:
+        """True if each backward is told of before it begins, and optimizers are elementwise.
+
+        Others may know shards that are cut in rows alone.
         """
-        is_named = self._options.search_space.may_move
-        is_elementwise_step = all(map(is_elementwise, self.optimizers.optimizers))
-        return is_named or (self._module.automatic_optimization and is_elementwise_step)
+        return self._module.automatic_optimization and all(map(is_elementwise, self.optimizers.optimizers))
 
     def of_later_batches(self, known: ModelProfile, micro_batch_size: int) -> BatchProfiler | None:
         """Profiler of later batches, beside the known ones; None where plans are not to change for these.
