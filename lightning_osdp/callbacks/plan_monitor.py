@@ -30,7 +30,7 @@ _KEPT_STEPS = 1000
 """Number of latest steps that the medians of the final table are taken over."""
 _REFRESH_S = 1.0
 """Seconds between updates of the progress bar that logging does not cause. Lightning takes ten milliseconds of a CPU
-for one, and none is made without a bar."""
+for one, so that nothing is logged then without a bar."""
 _NEAR_LIMIT = 0.97
 """Peak over the memory limit from which on it is told, where it is also beyond `_MORE`."""
 _MORE = 1.01
@@ -104,7 +104,7 @@ class PlanMonitor(pl.Callback):
 
     @property
     def latest(self) -> dict[str, float]:
-        """Values that were logged last, by name."""
+        """Latest values, by name; they are made when values are logged, and once a second."""
         return dict(self._latest)
 
     @property
@@ -193,10 +193,9 @@ class PlanMonitor(pl.Callback):
         is_due = trainer._logger_connector.should_update_logs
         has_bar = self._progress_bar and trainer.is_global_zero and trainer.progress_bar_callback is not None
         if is_due or time.perf_counter() - self._shown_s > _REFRESH_S:
+            self._update(getattr(trainer.strategy, "racer", None))
             if is_due or has_bar:
                 self._log(pl_module)
-            else:
-                self._take_finished()
             self._shown_s = time.perf_counter()
         if is_due:  # true on all ranks at once, as they end steps together
             self._unlogged = []
@@ -266,7 +265,8 @@ class PlanMonitor(pl.Callback):
                 " device or the links."
             )
 
-    def _log(self, pl_module: pl.LightningModule) -> None:
+    def _update(self, racer: int | None) -> None:
+        """Has `latest` tell of the steps so far."""
         assert self._plan is not None
         self._take_finished()
         if self._unlogged:  # not in an interval in which no step was measured
@@ -286,9 +286,10 @@ class PlanMonitor(pl.Callback):
                 self._latest["osdp/active_bytes"] = self._peak.allocator.active_bytes
                 self._latest["osdp/reserved_bytes"] = self._peak.allocator.reserved_bytes
                 self._latest["osdp/allocation_retries"] = self._peak.allocator.num_retries
-        racer = getattr(pl_module.trainer.strategy, "racer", None)
         if racer is not None:
             self._latest["osdp/racer"] = racer
+
+    def _log(self, pl_module: pl.LightningModule) -> None:
         for name, value in self._latest.items():
             in_bar = self._progress_bar and not name.endswith(("_bytes", "_retries"))
             is_logged = self._logger and bool(pl_module.trainer.loggers)  # Lightning warns where there is none
