@@ -397,10 +397,10 @@ def test_micro_batches_are_divided_unasked_only_where_that_trains_the_same(ranks
         else:
             assert (size, number) == (4, 4), name
             (text,) = texts
-            assert text.startswith(f"OSDP: micro-batches stay 4 x 4: {reason}. batch_size='divide', which does not"), (
-                text
-            )
-            assert "times the samples/s predicted." in text
+            told = text.removeprefix(f"OSDP: micro-batches stay 4 x 4: {reason}. ")
+            # by seconds that were measured here, others may be slower
+            is_faster = told.startswith("batch_size='divide', which does not") and "times the samples/s" in told
+            assert is_faster or told == "No others are predicted to be faster.", text
 
 
 @pytest.mark.slow
