@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import tempfile
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -27,7 +28,7 @@ from lightning_osdp.core.cluster import Link
 from lightning_osdp.errors import OSDPError, UntraceableError
 from lightning_osdp.profiler import ComputePrecision, TrainingStep
 from lightning_osdp.profiler.machine import links, overlap, unit_overhead
-from lightning_osdp.strategy.planning import plan_fit
+from lightning_osdp.strategy.planning import plan_fit, profile_fit
 from tests.distributed.support.models import BATCH_SIZE, build
 
 WEIGHTS = SearchSpace().offered_modes
@@ -51,6 +52,8 @@ STATED_RATES = DeviceRates(flops_per_s={"float32": 1e10, "float64": 1e10}, bytes
 
 without_measuring = mock.patch.object(plan_fit, "measure_cluster", new=_stated)
 """Patch for cases that plan but are not about links: measuring takes longer than the rest, on four ranks seconds."""
+with_stated_seconds = mock.patch.object(profile_fit, "profile_model", new=partial(profile_model, rates=STATED_RATES))
+"""Patch for cases whose plans have to be the same on every machine: nothing is timed."""
 
 
 def measuring_briefly(case):
