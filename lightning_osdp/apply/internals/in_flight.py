@@ -265,15 +265,18 @@ def _begun_all_reduce(group: Any, parameters: Sequence[Any], output: Tensor) -> 
     """Begins the all-reduce of all gradients of a unit, one after the other in a flat tensor."""
     mesh = group.mesh_info
     _, divisor, _, op = _divide_factors(group, output, mesh.shard_process_group, mesh.replicate_process_group)
-    dtype, offset = parameters[0].orig_dtype, 0
-    whole = output.to(dtype)
+    number = sum(each.sharded_size.numel() for each in parameters)
+    if number != output.numel():
+        raise RuntimeError(
+            f"Expected parameters of {group._module_fqn!r} that have gradients to have {output.numel()} elements, as"
+            f" torch reduces, got {number}. Leave 'replicated' out of SearchSpace(modes=...), and please report it."
+        )
+    whole, offset = output.to(parameters[0].orig_dtype), 0
     gradients: list[tuple[nn.Parameter, DTensor]] = []
     for each in parameters:
         part = torch.as_strided(whole, each.sharded_size, each.contiguous_sharded_stride, offset)
         gradients.append((each.sharded_param, each.to_sharded_dtensor(part)))
         offset += part.numel()
-    if offset != output.numel():
-        raise RuntimeError(f"Expected gradients of {output.numel()} elements in {group._module_fqn!r}, got {offset}.")
     work = dist.all_reduce(output, op=op, group=mesh.replicate_process_group, async_op=True)
     begun = _Begun(group, output, work, divisor, access.do_nothing)
     begun.take(gradients)

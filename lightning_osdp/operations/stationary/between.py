@@ -15,9 +15,10 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import override
 
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.operations.stationary.blocks import Followed
 from lightning_osdp.operations.stationary.elementwise import name_of
-from lightning_osdp.operations.stationary.exchanges import Call
+from lightning_osdp.operations.stationary.exchanges import MOVE_WEIGHTS, Call
 
 _ALIKE = frozenset(
     {
@@ -76,7 +77,9 @@ class Between(Tensor):
     pair: Pair
     call: Call
     contents: str
-    """Word for what this rank has of all samples, for errors."""
+    """Word for what this rank has of all samples, for errors; the next two are, too."""
+    may_be_applied: str
+    moves_as: str
 
     def plain(self) -> Tensor:
         """The values as a plain tensor."""
@@ -94,10 +97,7 @@ class Between(Tensor):
 
     def _apply(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
         """Result of a function that is given this tensor, and possibly others."""
-        call, others = (
-            self.call,
-            [each for each in leaves if isinstance(each, Tensor) and not isinstance(each, Between)],
-        )
+        call = self.call
         if func in OF_GRADIENTS:
             self._refuse(func, "of gradients")
         if any(isinstance(each, Between) and each.call is not call for each in leaves):
@@ -105,6 +105,7 @@ class Between(Tensor):
         run = partial(func, *tree_map(plain, args), **tree_map(plain, kwargs))
         if self._gives_alike(func):
             return run()
+        others = [each for each in leaves if isinstance(each, Tensor) and not isinstance(each, Between)]
         numbers = self._numbers_of(func, others)
         key = key_of(func, args, kwargs, self._layout)
         followed: Followed = self.pair.known(key, partial(self._followed, func, args, kwargs))
@@ -141,7 +142,11 @@ class Between(Tensor):
 
     def _refuse(self, func: Any, why: str) -> NoReturn:
         """Raises the `ConfigurationError` for a function."""
-        raise NotImplementedError
+        raise ConfigurationError(
+            f"Expected {self.may_be_applied} between {self.pair.firsts} and {self.pair.operators[-1]!r}, which move"
+            f" activations as {self.moves_as}, got {name_of(func)}, {why}. Each rank has some {self.contents} of all"
+            f" ranks' samples there. {MOVE_WEIGHTS}"
+        )
 
 
 def is_of_one_rank(func: Any, result: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +11,14 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils._pytree import tree_map
 from typing_extensions import Self, override
 
-from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.operations.stationary.between import Between, Pair
 from lightning_osdp.operations.stationary.blocks import Followed
 from lightning_osdp.operations.stationary.elementwise import (
     Elementwise,
     is_number_of_all,
-    name_of,
     preserved_generators,
 )
-from lightning_osdp.operations.stationary.exchanges import MOVE_WEIGHTS, Call
+from lightning_osdp.operations.stationary.exchanges import Call
 
 _NUM_CHECKED = 2
 """Number of rows on which a function is checked."""
@@ -36,6 +34,8 @@ class Features(Between):
     """
 
     contents = "features"
+    may_be_applied = "only elementwise functions of one tensor"
+    moves_as = "a pair"
     lead: torch.Size
     """Shape of the input of the first operators on this rank, without its features."""
 
@@ -73,14 +73,6 @@ class Features(Between):
             if each.shape != self.shape:
                 self._refuse(func, f"which makes shape {tuple(each.shape)} of {tuple(self.shape)}")
         return [Features.of(each, self.pair, self.call, self.lead) for each in tensors]
-
-    @override
-    def _refuse(self, func: Any, why: str) -> NoReturn:
-        raise ConfigurationError(
-            f"Expected only elementwise functions of one tensor between {self.pair.firsts} and"
-            f" {self.pair.operators[-1]!r}, which move activations as a pair, got {name_of(func)}, {why}. Each rank has"
-            f" some features of all ranks' samples there. {MOVE_WEIGHTS}"
-        )
 
 
 def _few(value: Any) -> Any:

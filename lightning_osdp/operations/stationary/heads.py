@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from math import gcd
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,9 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import Self, override
 
-from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.operations.stationary.between import Between, Pair
 from lightning_osdp.operations.stationary.blocks import Blocks, Followed, MixedError, follow, gives_sizes
-from lightning_osdp.operations.stationary.elementwise import name_of
-from lightning_osdp.operations.stationary.exchanges import MOVE_WEIGHTS, Call
+from lightning_osdp.operations.stationary.exchanges import Call
 
 
 class Heads(Between):
@@ -30,6 +28,8 @@ class Heads(Between):
     """
 
     contents = "heads"
+    may_be_applied = "functions that do the same to each head of each sample"
+    moves_as = "attention"
     blocks_dim: int
     """Dimension of the blocks, counted from the end."""
 
@@ -95,14 +95,6 @@ class Heads(Between):
     def _wrapped(self, func: Any, tensors: Sequence[Tensor], followed: Followed) -> list[Tensor]:
         pairs = zip(tensors, followed.blocks, strict=True)
         return [Heads.of(each, self.pair, self.call, blocks.dim) for each, blocks in pairs]
-
-    @override
-    def _refuse(self, func: Any, why: str) -> NoReturn:
-        raise ConfigurationError(
-            f"Expected functions that do the same to each head of each sample between {self.pair.firsts} and"
-            f" {self.pair.operators[-1]!r}, which move activations as attention, got {name_of(func)}, {why}. Each rank"
-            f" has some heads of all ranks' samples there. {MOVE_WEIGHTS}"
-        )
 
 
 _told = WeakIdKeyDictionary()
