@@ -43,6 +43,8 @@ _NUM_HALVINGS = 4
 chord, for a peak is a largest sum of bytes that grow by the sample."""
 _NUM_SHARES = 4
 """Steps in which `thriftier` has more blocks recompute, up to all."""
+_STAY = ("home", "moves")
+"""Axes of units that no change of plan changes while training goes on."""
 
 _Change = Callable[[UnitProfile], dict[str, str]]
 """Values of axes that a unit is to have; where these are not offered for the unit, it stays as planned."""
@@ -334,7 +336,10 @@ class _Variants:
         return None if fitting is None else _Variant(name, fitting, modes)
 
     def _plain(self, name: str, *, keep: str) -> _Variant | None:
-        """Baseline whose units with a choice all leave this after forward; None where one of them is not offered it."""
+        """Baseline whose units with a choice all leave this after forward; None where one of them is not offered it.
+
+        Units that are replicated, or move activations, stay so while training goes on, and have no choice.
+        """
         found, setting = self.made(name, _all(keep=keep)), self.planned.setting
         if found is None:
             return None
@@ -342,7 +347,8 @@ class _Variants:
         kept = {
             mode["keep"]
             for unit, mode, offered in offers
-            if not unit.is_root and len({each["keep"] for each in offered}) > 1
+            if not unit.is_root
+            and len({each["keep"] for each in offered if each.only(*_STAY) == mode.only(*_STAY)}) > 1
         }
         return dataclasses.replace(found, is_plain=True) if kept == {keep} else None
 

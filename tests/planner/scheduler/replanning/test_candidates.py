@@ -10,6 +10,7 @@ from itertools import permutations
 import pytest
 
 from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.cluster import UnitOverhead
 from lightning_osdp.core.correction import Correction
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -132,6 +133,19 @@ def test_plain_ones_are_those_that_the_search_space_has(model, cluster, modes):
     late = dataclasses.replace(plan, late_forward=tuple(unit.name for unit in plan.units if unit.name))
     plain = {each.name for each in candidates(late, profile, ring) if each.is_plain}
     assert plain == ({"all DP", "all ZDP"} if len(modes) > 1 else set())
+
+
+def test_plain_ones_leave_alone_what_is_replicated(model, operator, cluster):
+    frozen = (operator(name, 4000, frozen=True) for name in ("first", "second"))
+    profile = model(*frozen, operator("adapter.down", 40), operator("adapter.up", 40))
+    ring = dataclasses.replace(cluster(2, seconds_per_byte=0.02), unit_overhead={"gather": UnitOverhead(fixed_s=1.0)})
+    space = SearchSpace(min_unit_bytes=0)
+    plan = make_plan(profile, ring, memory_limit_bytes=2**40, micro_batch_size=1, search_space=space)
+    assert "replicated" in {mode for unit in plan.units for mode in unit.modes}
+    plain = [each for each in candidates(plan, profile, ring) if each.is_plain]
+    assert {each.name for each in plain} == {"all DP", "all ZDP"}
+    for each in plain:
+        assert "replicated" in {mode for unit in each.plan.units for mode in unit.modes}
 
 
 def test_plain_ones_are_looked_at_whatever_is_predicted_of_them(model, cluster):
