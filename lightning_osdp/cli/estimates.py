@@ -31,10 +31,6 @@ from lightning_osdp.report.tables import table
 
 OSDP = "OSDP"
 
-_WEIGHTS_MOVE = SearchSpace().offered_modes
-_MODES = {None: None, False: _WEIGHTS_MOVE, True: (*_WEIGHTS_MOVE, STATIONARY.name, NODE_STATIONARY.name)}
-"""`Strategies.stationary` -> modes of the search space."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -258,6 +254,8 @@ class Strategies:
         )
         plan, on_device, all_on_host, why_not = None, None, None, ""
         is_free = "keep" in self.activations
+        moving = (STATIONARY.name, NODE_STATIONARY.name) if self.stationary else ()
+        modes = None if self.stationary is None else SearchSpace().unasked(profile).offering(*moving).modes
         prescribed = {b.name: each for each in self.activations for b in profile.blocks if each in b.segments}
 
         def planned(*places: str) -> Plan:
@@ -268,7 +266,7 @@ class Strategies:
                 host_limit_bytes=host_limit_bytes,
                 micro_batch_size=policy,
                 search_space=SearchSpace(
-                    modes=_MODES[self.stationary],
+                    modes=modes,
                     states=places,
                     shards=places,
                     activations=tuple(self.activations) if is_free else ("keep",),

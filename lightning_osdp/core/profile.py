@@ -73,6 +73,8 @@ class OptimizerProfile:
     one are alive."""
     foreach_temporaries: float = 0.0
     """Bytes of temporaries over the bytes of the group, where parameters are updated at once."""
+    is_elementwise: bool = True
+    """True: no element's update depends on another's, so that shards may be cut in any way; else in rows alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +297,11 @@ class ModelProfile(Stored):
     def with_updates(self, *, ahead: bool) -> ModelProfile:
         """Profile of the same model whose updates on the host begin in backward, or do not."""
         return replace(self, optimizer=replace(self.optimizer, host_is_ahead=ahead))
+
+    @property
+    def is_plain(self) -> bool:
+        """True if each backward is told of before it begins, and optimizers may be given shards that are no rows."""
+        return self.optimizer.is_elementwise and not self.children_apart
 
     @property
     def loss(self) -> Segment:

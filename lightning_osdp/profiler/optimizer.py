@@ -17,7 +17,14 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.operations.optimizers import can_update_on_host, check_supported, copied, fused_on_host, states_of
+from lightning_osdp.operations.optimizers import (
+    can_update_on_host,
+    check_supported,
+    copied,
+    fused_on_host,
+    is_elementwise,
+    states_of,
+)
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.step.fake_model import stand_in
@@ -112,6 +119,7 @@ def profile_optimizers(
         is_foreach=is_foreach,
         temporaries=front(pairs),
         foreach_temporaries=ratio,
+        is_elementwise=all(map(is_elementwise, optimizers)),
     )
     return profile, optimized
 

@@ -210,7 +210,7 @@ def _recompute(case: _Case) -> Iterator[Advice]:
 
 def _moving_activations(case: _Case) -> Iterator[Advice]:
     """Advice to move activations of operators, each by itself, whose weights take longer."""
-    modes = case.plan.offered.offered_modes
+    modes = case.plan.offered(case.profile).offered_modes
     changed = None if STATIONARY.name in modes else moving_operators(case.plan, case.profile, case.cluster)
     if changed is None:
         return

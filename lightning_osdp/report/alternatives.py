@@ -91,7 +91,7 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
         ConfigurationError: the plan has no such operator; the text has the nearest names.
         PlanMismatchError: the plan is for another model or another number of ranks.
     """
-    unit, space = _unit_of(plan, operator), plan.offered
+    unit, space = _unit_of(plan, operator), plan.offered(profile)
     profile = space.of(profile)
     blocks = [block for block in profile.blocks if is_inside(operator, [block.name])]
     block = blocks[0].name if blocks else ""

@@ -3,7 +3,9 @@
 import pytest
 
 from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ConfigurationError
+from tests.support.plans import bare_plan
 
 
 def test_everything_is_offered_unless_told():
@@ -15,6 +17,28 @@ def test_everything_is_offered_unless_told():
 def test_limits_are_kept():
     space = SearchSpace(modes=("DP",), min_unit_bytes=0)
     assert (space.modes, space.min_unit_bytes) == (("DP",), 0)
+
+
+UNASKED = {
+    "little is trained": (4000, {}, True),
+    "more than a tenth is trained": (300, {}, False),
+    "nothing is frozen": (0, {}, False),
+    "manual optimization": (4000, {"children_apart": True}, False),
+    "another optimizer": (4000, {"optimizer": OptimizerProfile(is_elementwise=False)}, False),
+}
+"""Bytes of a frozen operator beside a trained one of 40, further fields, and whether it may be replicated."""
+
+
+@pytest.mark.parametrize("case", UNASKED)
+def test_replicated_units_are_offered_unasked_where_a_plain_step_trains_little(model, operator, case):
+    frozen_bytes, fields, is_offered = UNASKED[case]
+    frozen = [operator("base", frozen_bytes, frozen=True)] if frozen_bytes else []
+    # gradients are reduced in two bytes of four: what is trained is told by its bytes at rest
+    profile = model(*frozen, operator("adapter", 40, gradient_bytes=20), **fields)
+    assert ("replicated" in SearchSpace().unasked(profile).offered_modes) == is_offered
+    named = SearchSpace(modes=("ZDP", "DP"))
+    assert named.unasked(profile) == named
+    assert bare_plan().offered(profile).offered_modes == SearchSpace().unasked(profile).offered_modes
 
 
 @pytest.mark.parametrize("modes", [(), ("ZDP", "DDP"), ("zdp",)])

@@ -121,11 +121,9 @@ class Plan:
         """True if a unit is treated otherwise inside of nodes than between them."""
         return any(treatment.needs_nodes for unit in self.units for treatment in unit.treatments)
 
-    @property
-    def offered(self) -> SearchSpace:
+    def offered(self, profile: ModelProfile) -> SearchSpace:
         """Search space with what nobody has to name: units may be replicated, or move activations where some do."""
-        trained_bytes = sum(unit.parameter_bytes if (b := unit.gradient_bytes) is None else b for unit in self.units)
-        space = self.search_space.unasked(trained_bytes, sum(unit.parameter_bytes for unit in self.units))
+        space = self.search_space.unasked(profile)
         moves = any("moves" in treatment for unit in self.units for treatment in unit.treatments)
         return space if space.may_move or not moves else space.offering(STATIONARY.name)
 

@@ -13,6 +13,7 @@ from lightning_osdp.core.axes import (
     SHARD_CHOICES,
     STATES_CHOICES,
     SYNC_CHOICES,
+    Treatment,
     modes_of,
     values_of,
 )
@@ -40,8 +41,9 @@ class SearchSpace:
     one node these are ZDP and DP. ``resident`` keeps frozen units for ever. ``replicated`` has all of a trained unit on
     each rank, and all-reduces its gradients. ``stationary`` moves activations of operators and of pairs in place of
     their weights, and ``node_stationary`` among the ranks of each node. None: all in which weights move,
-    ``replicated`` only where a tenth of the model or less is trained, and operators by themselves may move activations
-    if a step is predicted to take a fifth less so, and 0.1 s less."""
+    ``replicated`` only where a tenth of the model or less is trained, by elementwise optimizers and not with manual
+    optimization, and operators by themselves may move activations if a step is predicted to take a fifth less so, and
+    0.1 s less."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Micro-batches that may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""
@@ -107,10 +109,16 @@ class SearchSpace:
         """`modes`, or those that are offered where nobody has named any."""
         return _BY_DEFAULT if self.modes is None else self.modes
 
-    def unasked(self, trained_bytes: float, parameter_bytes: float) -> SearchSpace:
-        """These limits, with ``replicated`` where nobody has named modes and little of a model is trained."""
-        is_little = 0 < trained_bytes <= MOST_TRAINED * parameter_bytes
-        return self.offering("replicated") if self.modes is None and is_little else self
+    @property
+    def treatments(self) -> tuple[Treatment, ...]:
+        """Treatments of units by `offered_modes`, micro-batches that reduce, and places; least memory first."""
+        return modes_of(self.offered_modes, self.sync, self.states, self.shards)
+
+    def unasked(self, profile: ModelProfile) -> SearchSpace:
+        """These limits, with ``replicated`` where nobody has named modes and a plain step trains little of a model."""
+        trained_bytes = sum(operator.trainable_bytes for operator in profile)
+        is_little = 0 < trained_bytes <= MOST_TRAINED * sum(operator.parameter_bytes for operator in profile)
+        return self.offering("replicated") if self.modes is None and profile.is_plain and is_little else self
 
     def offering(self, *names: str) -> SearchSpace:
         """These limits with modes by name: those that are offered, and more."""

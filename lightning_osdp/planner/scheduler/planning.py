@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_osdp.core.axes import KEEP, STATIONARY, modes_of
+from lightning_osdp.core.axes import KEEP, STATIONARY
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.document import shown
@@ -92,7 +92,7 @@ def make_plan(
 
     Where no modes are named, operators by themselves may move activations, too, if that is predicted to
     save a fifth of the seconds for a sample, and 0.1 s of a step; where a tenth of the model or less is
-    trained, trained units may be replicated.
+    trained in a plain step, trained units may be replicated.
 
     Args:
         profile: the model, see `profile_model`.
@@ -137,8 +137,7 @@ def make_plan(
         host_limit_bytes=host_limit_bytes,
         progress=progress,
     )
-    trained_bytes = sum(operator.trainable_bytes for operator in profile.operators)
-    offered = space.unasked(trained_bytes, sum(operator.parameter_bytes for operator in profile.operators))
+    offered = space.unasked(profile)
     plan = _named(searched(space.of(profile), offered), space)
     moved = moving_operators(plan, profile, cluster) if space.modes is None else None
     if moved is None or not _is_worth_it(plan, 1 - simulate(moved, profile, cluster).time_s / plan.step_time_s):
@@ -230,7 +229,7 @@ def _searched(
         units=partition(profile, min_unit_bytes=space.min_unit_bytes),
         cluster=cluster,
         workload=policy.workload(smallest),
-        modes=modes_of(space.offered_modes, space.sync, space.states, space.shards),
+        modes=space.treatments,
         engine=engine,
         cost_model=method.cost_model,
     )
@@ -328,14 +327,15 @@ def planned_setting(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tupl
         ConfigurationError: it has operators, slices or blocks that the model has not.
     """
     plan.check_matches(profile.fingerprint, world_size=cluster.world_size, node_size=cluster.node_size)
-    profile = plan.offered.of(profile)
+    offered = plan.offered(profile)
+    profile = offered.of(profile)
     step, modes = planned_step(plan, profile, cluster)
     setting = Setting(
         profile=step.profile,
         units=step.units,
         cluster=cluster,
         workload=step.workload,
-        modes=modes_of(plan.offered.offered_modes, plan.offered.sync, plan.offered.states, plan.offered.shards),
+        modes=offered.treatments,
         engine=engine_of(plan),
         cost_model=plan.cost_model,
         decided=Decided(

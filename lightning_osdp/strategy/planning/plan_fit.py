@@ -124,7 +124,7 @@ def plan_fit(
             memory_limit_bytes=_limit_bytes(options, free_bytes, device),
             host_limit_bytes=_host_limit_bytes(options, cluster, device),
             limit_varies=options.memory_limit_bytes is None,
-            search_space=_search_space(options, str(trainer.precision), is_plain=profiler.is_plain),
+            search_space=_search_space(options, str(trainer.precision)),
             has_host=options.offers_host_last(device),
             method=PlanMethod(
                 search=options.search,
@@ -356,12 +356,9 @@ def _host_limit_bytes(options: Options, cluster: Cluster, device: torch.device) 
     return free_bytes if given_bytes is None else given_bytes
 
 
-def _search_space(options: Options, precision: str, *, is_plain: bool) -> SearchSpace:
-    """Search space of the user; with ``accumulate_in_fp32`` under mixed precision, each micro-batch reduces.
-
-    Unless the step is plain, no modes are offered that nobody has named, but where weights are sharded.
-    """
-    space = options.search_space if is_plain else options.search_space.offering()
+def _search_space(options: Options, precision: str) -> SearchSpace:
+    """Search space of the user; with ``accumulate_in_fp32`` under mixed precision, each micro-batch reduces."""
+    space = options.search_space
     if not options.accumulate_in_fp32 or "mixed" not in precision:
         return space
     if "every" not in space.sync:

@@ -23,7 +23,6 @@ from lightning_osdp.core.affine import ZERO
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
-from lightning_osdp.operations.optimizers import is_elementwise
 from lightning_osdp.profiler import (
     check_parameters,
     empty_cache,
@@ -266,31 +265,19 @@ class FitProfiler:
                 together=in_step,
                 progress=self._progress,
             )
-        own = {each.operators for each in profile.exchanges} if self._may_exchange else set[tuple[str, ...]]()
+        if not module.automatic_optimization:
+            profile = in_children(profile)
+        may_exchange = self._options.search_space.may_move or profile.is_plain
+        own = {each.operators for each in profile.exchanges} if may_exchange else set[tuple[str, ...]]()
         of_all = set.intersection(*in_step(lambda: own, stage="comparing operators"))  # ranks may run other branches
         exchanges = tuple(each for each in profile.exchanges if each.operators in of_all)
         profile = dataclasses.replace(profile, exchanges=exchanges)
-        if not module.automatic_optimization:
-            profile = in_children(profile)
         profile = with_averages(profile, trainer, self._device)
         if not offers_host:
             return profile
         # nobody has asked for states there
         notes = tuple(note for note in profile.notes if note not in {NOT_ON_HOST, STAY})
         return dataclasses.replace(profile, notes=notes)
-
-    @property
-    def _may_exchange(self) -> bool:
-        """True if operators may move activations: unasked only in a plain step."""
-        return self._options.search_space.may_move or self.is_plain
-
-    @property
-    def is_plain(self) -> bool:
-        """True if each backward is told of before it begins, and optimizers are elementwise.
-
-        Others may know shards that are cut in rows alone.
-        """
-        return self._module.automatic_optimization and all(map(is_elementwise, self.optimizers.optimizers))
 
     def of_later_batches(self, known: ModelProfile, micro_batch_size: int) -> BatchProfiler | None:
         """Profiler of later batches, beside the known ones; None where plans are not to change for these.

@@ -317,7 +317,7 @@ def test_what_is_trained_beside_what_is_frozen_is_replicated_unasked(model, oper
     found = plan(profile, ring, **given)
     assert {mode for unit in found.units if unit.name.startswith("adapter") for mode in unit.modes} == modes
     assert found.search_space.modes is None
-    assert ("replicated" in found.offered.offered_modes) == frozen
+    assert ("replicated" in found.offered(profile).offered_modes) == frozen
     # judged anew, it is offered what it has
     assert judge_plan(found, profile, ring, memory_limit_bytes=10**6).step_time_s == pytest.approx(found.step_time_s)
     named = plan(profile, ring, search_space=SearchSpace(min_unit_bytes=0, modes=("ZDP", "DP", "resident")), **given)

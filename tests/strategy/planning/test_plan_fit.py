@@ -28,23 +28,15 @@ from tests.support.plans import bare_plan
     ],
 )
 def test_sums_in_float32_are_reduced_in_every_micro_batch_of_mixed_precision(precision, accumulate_in_fp32, sync):
-    space = _search_space(Options(accumulate_in_fp32=accumulate_in_fp32), precision, is_plain=True)
+    space = _search_space(Options(accumulate_in_fp32=accumulate_in_fp32), precision)
     assert space == SearchSpace(sync=sync)
-
-
-def test_a_step_that_is_not_plain_is_offered_nothing_unasked():
-    space = _search_space(Options(), "32-true", is_plain=False)
-    assert space.unasked(1, 1000).offered_modes == SearchSpace().offered_modes
-    assert "replicated" in SearchSpace().unasked(1, 1000).offered_modes
-    named = SearchSpace(modes=("ZDP", "replicated"))
-    assert _search_space(Options(search_space=named), "32-true", is_plain=False) == named
 
 
 def test_a_search_space_that_contradicts_is_refused():
     given = Options(accumulate_in_fp32=True, search_space=SearchSpace(sync=("last",)))
     text = r"^Expected 'every' in SearchSpace\(sync=...\) with accumulate_in_fp32=True, got \('last',\)\."
     with pytest.raises(ConfigurationError, match=text):
-        _search_space(given, "bf16-mixed", is_plain=True)
+        _search_space(given, "bf16-mixed")
 
 
 @pytest.mark.parametrize(
