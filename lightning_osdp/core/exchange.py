@@ -73,6 +73,11 @@ class Exchange:
                 f"Expected an exchange of one of {KINDS} with one operator, up to three columns of one input, two or"
                 f" three operators for a pair, or four for attention, got {self.kind!r} with {self.operators}."
             )
+        if (self.num_heads > 0) != (self.kind == "attention"):
+            raise ConfigurationError(
+                f"Expected a number of heads of attention, and of nothing else, got {self.num_heads} for a"
+                f" {self.kind!r} with {self.operators}. Profile the model again."
+            )
         num_outputs = len(self.operators) if self.is_shared else 3 if self.kind == "attention" else 0
         if len(self.outputs) != num_outputs:
             raise ConfigurationError(

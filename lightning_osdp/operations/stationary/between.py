@@ -101,7 +101,7 @@ class Between(Tensor):
         if func in OF_GRADIENTS:
             self._refuse(func, "of gradients")
         if any(isinstance(each, Between) and each.call is not call for each in leaves):
-            self._refuse(func, "of features that were made of another input")
+            self._refuse(func, f"of {self.contents} that were made of another input")
         run = partial(func, *tree_map(plain, args), **tree_map(plain, kwargs))
         if self._gives_alike(func):
             return run()

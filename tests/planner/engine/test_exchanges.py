@@ -31,9 +31,8 @@ def exchange(kind, operators=("first",), inputs=INPUTS, outputs=OUTPUTS, **field
     bytes_of = {f"{name}_bytes": Affine(0.0, FLOAT * ROWS * features) for name, features in size.items()}
     num_columns = {"column": len(operators), "attention": 3}.get(kind, 1)
     of_columns = (bytes_of["output_bytes"],) * num_columns if num_columns > 1 else ()
-    return Exchange(
-        kind, operators, **bytes_of | {"saved_bytes": bytes_of["input_bytes"], "outputs": of_columns} | fields
-    )
+    others = {"saved_bytes": bytes_of["input_bytes"], "outputs": of_columns, "num_heads": 4 * (kind == "attention")}
+    return Exchange(kind, operators, **bytes_of | others | fields)
 
 
 def sent(kind, samples, num_ranks=RANKS, operators=(), **fields):
@@ -77,6 +76,13 @@ def test_kinds_are_known_and_have_their_number_of_operators(kind, operators):
 def test_outputs_are_those_of_each_of_several_columns(operators, outputs):
     with pytest.raises(ConfigurationError, match=f"Expected the output of each of several columns.*got {outputs} for"):
         Exchange("column", operators, outputs=(Affine(),) * outputs)
+
+
+@pytest.mark.parametrize(("kind", "num_heads"), [("attention", 0), ("pair", 4), ("column", 1)])
+def test_heads_are_those_of_attention(kind, num_heads):
+    text = f"Expected a number of heads of attention, and of nothing else, got {num_heads} for a '{kind}' with"
+    with pytest.raises(ConfigurationError, match=text):
+        exchange(kind, ("a", "b", "c", "d")[: numbers_of_operators(kind)[0]], num_heads=num_heads)
 
 
 def test_an_input_without_gradient_sends_none_back():
