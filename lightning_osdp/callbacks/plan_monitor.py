@@ -29,8 +29,8 @@ from lightning_osdp.report.tables import comparison_table, show
 _KEPT_STEPS = 1000
 """Number of latest steps that the medians of the final table are taken over."""
 _REFRESH_S = 1.0
-"""Seconds between updates of the progress bar that logging does not cause. Lightning takes ten milliseconds of a CPU
-for one, so that nothing is logged then without a bar."""
+"""Seconds between updates of the progress bar that logging does not cause. Lightning takes milliseconds of a CPU for
+one, so that nothing is logged then without a bar."""
 _NEAR_LIMIT = 0.97
 """Peak over the memory limit from which on it is told, where it is also beyond `_MORE`."""
 _MORE = 1.01
@@ -191,7 +191,8 @@ class PlanMonitor(pl.Callback):
         self._warn_of_retries(trainer)
         self._num_steps += 1
         is_due = trainer._logger_connector.should_update_logs
-        has_bar = self._progress_bar and trainer.is_global_zero and trainer.progress_bar_callback is not None
+        # alike on all ranks, of which one shows it: who stops training by a metric finds it on all ranks, or on none
+        has_bar = self._progress_bar and trainer.progress_bar_callback is not None
         if is_due or time.perf_counter() - self._shown_s > _REFRESH_S:
             self._update(getattr(trainer.strategy, "racer", None))
             if is_due or has_bar:

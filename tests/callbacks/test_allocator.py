@@ -128,7 +128,6 @@ def monitored(allocator, monkeypatch):
             strategy=SimpleNamespace(root_device=CUDA, plan=PLAN),
             world_size=1,
             global_rank=0,
-            is_global_zero=True,
             global_step=0,
             loggers=[None],
             progress_bar_callback=None,

@@ -66,7 +66,7 @@ def test_a_peak_near_the_limit_that_was_predicted_is_not_told(monitor, caplog):
     [
         (object(), True, True, False, 4),
         (None, True, True, False, 0),
-        (object(), False, True, False, 0),
+        (object(), False, True, False, 4),  # metrics that stop training are on all ranks, or on none
         (object(), True, False, False, 0),
         (None, False, True, True, 4),
     ],
