@@ -8,6 +8,7 @@ import runpy
 import sys
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,7 +22,17 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp.apply import ShardedModel, internals
-from lightning_osdp.apply.internals import access, backward, calls, dtensors, gathering, sharding, shortcuts, unsharded
+from lightning_osdp.apply.internals import (
+    access,
+    backward,
+    calls,
+    dtensors,
+    gathering,
+    in_flight,
+    sharding,
+    shortcuts,
+    unsharded,
+)
 from lightning_osdp.apply.updating.updates import stepping_on_rows
 from lightning_osdp.errors import ConfigurationError
 
@@ -520,8 +531,18 @@ def test_collectives_of_a_unit_are_told_and_as_torchs_own(groups):
     assert heard == [False, "begun", True, "begun"]
 
 
-def test_functions_of_units_are_known_to_spmd_types():
-    registered = pytest.importorskip("spmd_types._local_registration")._LOCAL_AUTOGRAD_FUNCTIONS
+def test_functions_of_units_are_known_to_spmd_types(monkeypatch):
+    registered = []
+    installed = SimpleNamespace(register_local_autograd_function=registered.append)
+    monkeypatch.setitem(sys.modules, "spmd_types", installed)
+    for function in (sharding._Inputs, calls._Alias):
+        assert sharding.typed_as_local(function) is function
+    assert registered == [sharding._Inputs, calls._Alias]
+
+
+def test_functions_of_units_are_known_to_spmd_types_itself():
+    why = "needs spmd-types, which a newer torch checks with: python -m pip install spmd-types"
+    registered = pytest.importorskip("spmd_types._local_registration", reason=why)._LOCAL_AUTOGRAD_FUNCTIONS
     assert {sharding._Inputs, calls._Alias} <= registered
 
 
@@ -548,6 +569,13 @@ def test_all_gathers_are_asynchronous_where_it_is_said(net, groups):
     for is_asynchronous in (True, False):
         gathering.set_asynchronous(net, is_asynchronous=is_asynchronous)
         assert {group.unshard_async_op for group in groups} == {is_asynchronous}
+
+
+def test_gradients_that_do_not_add_up_name_their_unit():
+    parameters = [SimpleNamespace(padded_sharded_param_size=torch.Size(size)) for size in ((2, 3), (5,))]
+    text = "^Expected parameters of 'adapter' that have gradients to have 12 elements, as torch reduces, got 11. Please"
+    with pytest.raises(RuntimeError, match=text):
+        in_flight._begun_all_reduce(SimpleNamespace(_module_fqn="adapter"), parameters, torch.zeros(12))
 
 
 def test_what_was_sharded_is_plain_again(net):

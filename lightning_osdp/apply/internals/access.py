@@ -119,6 +119,7 @@ _ATTRIBUTES = {
         "modules",
         "post_forward_mesh_info",
         "reduce_grads",
+        "reduce_scatter_unused_params",
         "reshard_after_backward",
     ),
     "parameter": (
@@ -133,6 +134,7 @@ _ATTRIBUTES = {
         "contiguous_sharded_stride",
         "device",
         "orig_dtype",
+        "padded_sharded_param_size",
         "param_dtype",
         "post_forward_mesh_info",
         "reduce_dtype",
@@ -183,6 +185,7 @@ _OF_SCALARS = {
     "parameter._sharding_spec",
     "parameter.contiguous_sharded_stride",
     "parameter.sharded_param",
+    "parameter.padded_sharded_param_size",
     "parameter.sharded_size",
 }
 """Names needed before `check_units` runs, for parameters without dimensions."""

@@ -291,6 +291,18 @@ def have_unreduced_gradients(group: Any) -> list[bool]:
     ]
 
 
+def are_given_gradients(group: Any) -> list[bool]:
+    """True for each parameter that the end of backward gives a gradient: zeros, where it is trained and has none."""
+    are_trained = [
+        hasattr(each, "_unsharded_param") and each._unsharded_param.requires_grad for each in group.fsdp_params
+    ]
+    with_zeros = group.reduce_scatter_unused_params
+    return [
+        has or (with_zeros and is_trained)
+        for has, is_trained in zip(have_unreduced_gradients(group), are_trained, strict=True)
+    ]
+
+
 def has_unreduced_gradients(module: nn.Module) -> bool:
     """True if a unit has gradients that are not reduced yet, or not between nodes."""
     group = access.group_of(module)

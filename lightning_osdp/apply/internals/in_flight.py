@@ -3,8 +3,8 @@
 ``fully_shard`` calls a reduce-scatter that it waits for, and makes gradients of shards views of what that has filled.
 Here it only begins (`lightning_osdp.operations.reduce_scatter`): its output is filled later, and the gradients with it.
 Until then they are put aside, so that who looks at a shard's gradient inside of backward finds what was there before.
-Where each rank has all of a unit, torch is told to leave gradients as they are before their all-reduce, which begins
-here, too.
+Where nodes, or ranks, have all of a unit, torch is told to leave gradients as they are before their all-reduce, which
+begins here, too; in nodes the reduce-scatter before it is waited for, for links inside of a node are fast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
-from lightning_osdp.apply.internals import access, backward, host_shards, resident
+from lightning_osdp.apply.internals import access, backward, host_shards
 from lightning_osdp.operations.gloo import begin_all_to_all, is_by_gloo
 from lightning_osdp.operations.reduce_scatter import ReduceScatter, add_up, can_add_up
 from lightning_osdp.planner.engine import REDUCTIONS_IN_FLIGHT
@@ -32,8 +32,8 @@ class Reductions:
     """Reductions of a root's units: the latest ones are in flight in backward, and none outside of it.
 
     They end in the order in which they began: one when its turn comes to make room for the next one's input, all that
-    are left at the end of backward. A unit whose gradients somebody takes up at once waits for its own: where they are
-    then all-reduced between nodes, or where a parameter has ``register_post_accumulate_grad_hook()``.
+    are left at the end of backward. A unit whose gradients somebody takes up at once waits for its own: for a
+    reduce-scatter before an all-reduce, for both where a parameter has ``register_post_accumulate_grad_hook()``.
 
     Args:
         root: of the units.
@@ -57,7 +57,7 @@ class Reductions:
             post_backward = group.post_backward
             if is_by_gloo(group.mesh_info.shard_process_group, group.device):
                 group.modules[0].set_custom_reduce_scatter(_UnitReduceScatter(self, group))
-                if _is_all_reduced_alone(group):
+                if isinstance(group.mesh_info, HSDPMeshInfo):
                     post_backward = partial(self._all_reduce, group, post_backward)
             group.post_backward = partial(self._post_backward, group, post_backward)
         for state in access.state_of(root)._state_ctx.all_states:
@@ -104,13 +104,11 @@ class Reductions:
             self._on_reduced(group)
 
     def _all_reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-        """Ends backward of a unit that each rank has all of, and begins the all-reduce that torch would wait for."""
+        """Ends backward of a unit that all nodes or ranks have; begins the all-reduce that torch would wait for."""
         if not (group.reduce_grads and group.all_reduce_grads) or _has_hooks(group):
             post_backward(*unused)
             return
-        have = backward.have_unreduced_gradients(group)
-        given = [*compress(group.fsdp_params, map(_is_given_gradient, group.fsdp_params, have))]
-        self.make_room()
+        given = [*compress(group.fsdp_params, backward.are_given_gradients(group))]
         group.all_reduce_grads = False
         try:
             post_backward(*unused)
@@ -159,16 +157,6 @@ def _has_hooks(group: Any) -> bool:
     )
 
 
-def _is_all_reduced_alone(group: Any) -> bool:
-    """Tells if gradients of a unit are all-reduced, and not reduce-scattered before."""
-    return isinstance(group.mesh_info, HSDPMeshInfo) and resident.is_replicated(group)
-
-
-def _is_given_gradient(parameter: Any, has_unreduced: bool) -> bool:
-    """Tells if the end of a unit's backward gives a parameter a gradient: zeros, where it is trained and has none."""
-    return has_unreduced or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.requires_grad)
-
-
 class _Aside:
     """Gradients of shards on the host, which are put aside while torch sets others on the device."""
 
@@ -194,7 +182,14 @@ class _Begun:
     """
 
     def __init__(
-        self, group: Any, output: Tensor, work: dist.Work, divisor: float | None, add_up: Callable[[], None]
+        self,
+        group: Any,
+        output: Tensor,
+        work: dist.Work,
+        divisor: float | None,
+        *,
+        add_up: Callable[[], None] = access.do_nothing,
+        gradients: Iterable[tuple[nn.Parameter, DTensor]] = (),
     ) -> None:
         """Takes what was begun.
 
@@ -204,16 +199,13 @@ class _Begun:
             work: of the collective.
             divisor: of the output; None: it is the mean already.
             add_up: makes the output of what was received.
+            gradients: of shards, parts of the output or of what it is cast to; else `expect` them of torch.
         """
         self.group, self.work = group, work
         self._output, self._divisor, self._add_up = output, divisor, add_up
         self._name = group._module_fqn
-        self._gradients: list[tuple[nn.Parameter, DTensor]] = []
+        self._gradients = [*gradients]
         self._before: list[tuple[nn.Parameter, Any]] = []
-
-    def take(self, gradients: Iterable[tuple[nn.Parameter, DTensor]]) -> None:
-        """Takes gradients that are parts of the output, or of what it is cast to."""
-        self._gradients += gradients
 
     def expect(self) -> None:
         """Has torch set gradients anew, which `put_aside` then takes: it would add to them what is not there yet."""
@@ -226,7 +218,7 @@ class _Begun:
         for parameter, before in self._before:
             if parameter.grad is not None:
                 assert isinstance(parameter.grad, DTensor)
-                self.take([(parameter, parameter.grad)])
+                self._gradients.append((parameter, parameter.grad))
             parameter.grad = before
         self._before = []
 
@@ -237,7 +229,10 @@ class _Begun:
             self.work.wait()
         except RuntimeError as error:
             where = repr(self._name) if self._name else "the root unit"
-            raise RuntimeError(f"The reduction of gradients of {where} failed: {error}") from error
+            raise RuntimeError(
+                f"The reduction of gradients of {where} failed: {error}. Expected all ranks to take part: look for the"
+                " error of the one that ended first."
+            ) from error
         self._add_up()
         if self._divisor not in {None, 1}:
             self._output.div_(self._divisor)
@@ -255,32 +250,32 @@ def _begun_reduce_scatter(
     _, divisor, *_ = _divide_factors(group, whole, process_group, None)
     received = torch.empty_like(whole)
     work = begin_all_to_all(received, whole, process_group)
-    begun = _Begun(group, output, work, divisor, partial(add_up, output, received, op))
+    begun = _Begun(group, output, work, divisor, add_up=partial(add_up, output, received, op))
     begun.expect()
     return begun
 
 
 @torch.no_grad()
 def _begun_all_reduce(group: Any, parameters: Sequence[Any], output: Tensor) -> _Begun:
-    """Begins the all-reduce of all gradients of a unit, one after the other in a flat tensor."""
-    mesh = group.mesh_info
-    _, divisor, _, op = _divide_factors(group, output, mesh.shard_process_group, mesh.replicate_process_group)
-    number = sum(each.sharded_size.numel() for each in parameters)
+    """Begins the all-reduce of all gradients of a unit's shards, padded one after the other in a flat tensor."""
+    number = sum(each.padded_sharded_param_size.numel() for each in parameters)
     if number != output.numel():
         raise RuntimeError(
             f"Expected parameters of {group._module_fqn!r} that have gradients to have {output.numel()} elements, as"
-            f" torch reduces, got {number}. Leave 'replicated' out of SearchSpace(modes=...), and please report it."
+            f" torch reduces, got {number}. Please report it; plans with"
+            ' OSDPStrategy(search_space=SearchSpace(modes=("ZDP", "DP", "resident"))) do without such a unit.'
         )
-    whole, offset = output.to(parameters[0].orig_dtype), 0
+    mesh = group.mesh_info
+    _, divisor, _, op = _divide_factors(group, output, mesh.shard_process_group, mesh.replicate_process_group)
+    dtype, offset = parameters[0].orig_dtype, 0
+    whole = output if dtype == output.dtype else torch.empty_like(output, dtype=dtype)  # `_Begun.end` casts
     gradients: list[tuple[nn.Parameter, DTensor]] = []
     for each in parameters:
         part = torch.as_strided(whole, each.sharded_size, each.contiguous_sharded_stride, offset)
         gradients.append((each.sharded_param, each.to_sharded_dtensor(part)))
-        offset += part.numel()
+        offset += each.padded_sharded_param_size.numel()
     work = dist.all_reduce(output, op=op, group=mesh.replicate_process_group, async_op=True)
-    begun = _Begun(group, output, work, divisor, access.do_nothing)
-    begun.take(gradients)
-    return begun
+    return _Begun(group, output, work, divisor, gradients=gradients)
 
 
 def _divide_factors(

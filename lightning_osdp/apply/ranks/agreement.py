@@ -455,9 +455,9 @@ class Agreement:
                 raise RanksApartError(
                     f"Expected every node to have the same values of each parameter, but those of {name!r} differ. Each"
                     " node has all of it (HSDP, HDP, node_stationary), or each rank (replicated), so what changes"
-                    " weights or gradients of shards"
-                    " must do the same in all nodes: draw their random numbers from a generator of their own, seeded by"
-                    " the rank in the node, parameter.device_mesh.get_local_rank('node'), or leave these modes out:"
+                    " weights or gradients of shards must do the same in all nodes: draw their random numbers from a"
+                    " generator of their own, seeded by the rank in the node,"
+                    " parameter.device_mesh.get_coordinate()[1], or leave these modes out:"
                     f" OSDPStrategy(search_space={OVER_ALL})."
                 )
 

@@ -370,7 +370,12 @@ class LiveParts:
         self._keep_reduced(unit)
 
     def _reduce_in_node(self, unit: int) -> None:
+        """Reduces gradients in the node; where the backend copies, their all-reduce goes on to the next reduction."""
         size = self.sizes[unit]
+        if self.copies:
+            self._scatter(unit, goes_on=True, is_received=True)
+            self._keep_reduced(unit)
+            return
         stays = size.scattered if unit in self.reduced or size.scattered != size.reduced else 0.0
         self._scatter(unit)
         self._keep_reduced(unit)
@@ -400,8 +405,11 @@ class LiveParts:
             self.partial[unit] = self.sizes[unit].scattered
             self._add("accumulated gradients", self.partial[unit])
 
-    def _scatter(self, unit: int, *, casts: bool = True, goes_on: bool = False) -> None:
-        """Gradients are copied and reduced; where that goes on, what is received and returned lives on as well."""
+    def _scatter(self, unit: int, *, casts: bool = True, goes_on: bool = False, is_received: bool = False) -> None:
+        """Gradients are copied and reduced; where that goes on, what is received and returned lives on as well.
+
+        Where all is received, it is an all-reduce of what is returned that goes on.
+        """
         size, name, before = self.sizes[unit], self._name(unit), self.sent
         self._send(0.0)
         last = size.last_whole_gradient if unit in self.accumulated else size.last_gradient
@@ -416,7 +424,8 @@ class LiveParts:
             self._add("unsharded gradients", -size.gradients)
         if self.world_size > 1:
             self._observe("reduce-scatter", name, "unsharded gradients", left + received)
-        self._observe("backward", name, "unsharded gradients", left + received * goes_on + cast)
+        received *= goes_on and not is_received
+        self._observe("backward", name, "unsharded gradients", left + received + cast)
         if goes_on:
             # gradients of earlier micro-batches are added to when it has ended, and then others are copied to the host
             is_passed_on = unit in self.reduced or size.kept_gradient < size.reduced

@@ -197,7 +197,9 @@ class Timeline:
         self._scattered_s = self._communicate(event, micro_batch, self.compute_s)
 
     def _all_reduce(self, event: Event, micro_batch: int) -> None:
-        self._communicate(event, micro_batch, self._scattered_s)
+        end_s = self._communicate(event, micro_batch, self._scattered_s)
+        if "reduce_in_node" in self.waits_for:  # what goes on then is the all-reduce, before the next unit's reduction
+            self._scattered_s = end_s
 
     def _exchange(self, event: Event, micro_batch: int) -> None:
         self.compute_s = max(self.compute_s, self._communicate(event, micro_batch, self.compute_s))

@@ -41,9 +41,9 @@ def measure_overlap(
 ) -> tuple[bool, tuple[str, ...], Contention]:
     """Tells if computing goes on during collectives, kinds that the host waits for, and how both are slowed down.
 
-    On CUDA an all-gather runs in another stream. On CPU asynchronous all-gathers and reduce-scatters are tried apart,
-    and the mean of their contention is taken; all-reduces are taken to overlap as all-gathers do.
-    The host waits for reductions of units that are sharded in the node. Call it on all ranks.
+    On CUDA an all-gather runs in another stream. On CPU asynchronous all-gathers, reduce-scatters and all-reduces are
+    tried apart, and the mean of their contention is taken. The host waits for reduce-scatters of units that are sharded
+    in the node. Call it on all ranks.
 
     Args:
         device: that computes.
@@ -55,21 +55,24 @@ def measure_overlap(
         overlaps = hidden_share(beside) >= LEAST_HIDDEN
         return overlaps, (), contention_of(beside) if overlaps else Contention()
     whole, shard = whole_and_shard(_overlapped_bytes(link, most_bytes), device)
-    gathers, reductions = (
-        beside_products(partial(begin, whole, shard), device, width=WIDTH_ON_CPU, repeats=1)
-        for begin in (_begin_all_gather, begin_reduce_scatter)
-    )
-    tried = {"gather": gathers, "gather_in_node": gathers, "reduce": reductions, "reduce_whole": gathers}
-    hidden = {beside: hidden_share(beside) >= LEAST_HIDDEN for beside in (gathers, reductions)}
-    if not any(hidden.values()):
+    tried = {
+        kinds: beside_products(partial(begin, whole, shard), device, width=WIDTH_ON_CPU, repeats=1)
+        for kinds, begin in {
+            ("gather", "gather_in_node"): _begin_all_gather,
+            ("reduce",): begin_reduce_scatter,
+            ("reduce_whole", "all_reduce"): _begin_all_reduce,
+        }.items()
+    }
+    hidden = {kinds: beside for kinds, beside in tried.items() if hidden_share(beside) >= LEAST_HIDDEN}
+    if not hidden:
         return False, (), Contention()
-    waits_for = [kind for kind, beside in tried.items() if not hidden[beside]]
-    found = [contention_of(beside) for beside, is_hidden in hidden.items() if is_hidden]
+    waits_for = [kind for kinds in tried if kinds not in hidden for kind in kinds]
+    found = [*map(contention_of, hidden.values())]
     contention = Contention(
         computing=statistics.fmean(each.computing for each in found),
         collectives=statistics.fmean(each.collectives for each in found),
     )
-    return True, (*waits_for, "reduce_in_node", "scatter_in_node", "all_reduce"), contention
+    return True, (*waits_for, "reduce_in_node", "scatter_in_node"), contention
 
 
 def measure_taken_s(cluster: Cluster, device: torch.device) -> Mapping[str, float]:
@@ -153,6 +156,12 @@ def begin_reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
     if is_by_gloo(None, whole.device):
         return begin_all_to_all(torch.empty_like(whole), whole)
     work: dist.Work = dist.reduce_scatter_single(shard, whole, async_op=True)
+    return work
+
+
+def _begin_all_reduce(whole: torch.Tensor, _: torch.Tensor) -> dist.Work:
+    """Begins an all-reduce that sends as many bytes as an all-gather of the whole tensor."""
+    work: dist.Work = dist.all_reduce(whole[: whole.numel() // 2], async_op=True)
     return work
 
 

@@ -300,7 +300,9 @@ def test_ranks_that_generate_for_different_lengths_end_with_what_to_do(ranks, ki
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("transformers") is None, reason="needs the optional dependency transformers")
+@pytest.mark.skipif(
+    find_spec("transformers") is None, reason="needs transformers: python -m pip install --group models"
+)
 def test_transformers_generate_on_all_ranks_and_on_one(ranks):
     check(ranks(2).run(transformers_generate)[0], tolerance=1e-5)
 

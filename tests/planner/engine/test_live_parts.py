@@ -139,7 +139,8 @@ def test_units_that_are_sharded_in_the_node_take_what_they_take_on_its_ranks_alo
 def test_what_is_all_reduced_stays_until_backward_is_over(precision, number, stays):
     # beside gradients at rest, where they have another dtype or those of a micro-batch before are there already
     sizes, engine = PRECISIONS[precision], FSDP2(asynchronous_unshard=True)
-    found, _ = moments(linears(*sizes), HSDP, engine, world_size=8, node_size=4, num_micro_batches=number)
+    nodes = {"world_size": 8, "node_size": 4, "num_micro_batches": number}
+    found, _ = moments(linears(*sizes), HSDP, engine, copies=False, **nodes)
     elements = NUM_UNITS * ROWS * (COLUMNS + 1) / 4
     at_rest, computed = elements * sizes[0], elements * sizes[1]
     most = max(moment.parts["reduced gradients"] for moment in found)
@@ -148,6 +149,9 @@ def test_what_is_all_reduced_stays_until_backward_is_over(precision, number, sta
     expected = at_rest + stays * computed * share if number > 1 else share * (at_rest + stays * computed)
     assert most == pytest.approx(max(at_rest, expected))
     assert found[-1].parts["reduced gradients"] == pytest.approx(at_rest)
+    # a backend that copies is through with it when the next unit is reduced
+    found, _ = moments(linears(*sizes), HSDP, engine, copies=True, **nodes)
+    assert max(moment.parts["reduced gradients"] for moment in found) == pytest.approx(at_rest)
 
 
 # in units of w: shards and optimizer state 6 * 3 / 2 = 9, gradient shards 1/2 each, without biases' l

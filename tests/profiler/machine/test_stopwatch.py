@@ -119,20 +119,21 @@ def test_overlap_is_told_by_the_device(gpu, monkeypatch, is_hidden):
         assert overlap.measure_overlap(CUDA, LINK) == (is_hidden, (), Contention())
 
 
-IN_NODES = ("reduce_in_node", "scatter_in_node", "all_reduce")
+IN_NODES = ("reduce_in_node", "scatter_in_node")
 
 
 @pytest.mark.parametrize(
-    ("gathers", "reductions", "expected"),
+    ("gathers", "reductions", "all_reduces", "expected"),
     [
-        (1.0, 1.0, (True, IN_NODES)),
-        (1.0, 0.0, (True, ("reduce", *IN_NODES))),
-        (0.1, 1.0, (True, ("gather", "gather_in_node", "reduce_whole", *IN_NODES))),
-        (0.4, 0.6, (True, IN_NODES)),  # contention says how much is lost
-        (0.0, 0.1, (False, ())),
+        (1.0, 1.0, 1.0, (True, IN_NODES)),
+        (1.0, 0.0, 1.0, (True, ("reduce", *IN_NODES))),
+        (0.1, 1.0, 1.0, (True, ("gather", "gather_in_node", *IN_NODES))),
+        (1.0, 1.0, 0.1, (True, ("reduce_whole", "all_reduce", *IN_NODES))),
+        (0.4, 0.6, 0.5, (True, IN_NODES)),  # contention says how much is lost
+        (0.0, 0.1, 0.1, (False, ())),
     ],
 )
-def test_all_gathers_and_reduce_scatters_are_tried_apart_on_cpu(monkeypatch, gathers, reductions, expected):
+def test_collectives_are_tried_apart_on_cpu(monkeypatch, gathers, reductions, all_reduces, expected):
     clock = SimpleNamespace(now_s=0.0, busy_s=0.0)
 
     class Matrix:
@@ -154,6 +155,7 @@ def test_all_gathers_and_reduce_scatters_are_tried_apart_on_cpu(monkeypatch, gat
     monkeypatch.setattr(torch, "randn", lambda *_, **__: Matrix())
     monkeypatch.setattr(overlap, "_begin_all_gather", lambda *_: begin(gathers))
     monkeypatch.setattr(overlap, "begin_reduce_scatter", lambda *_: begin(reductions))
+    monkeypatch.setattr(overlap, "_begin_all_reduce", lambda *_: begin(all_reduces))
     monkeypatch.setattr(overlap, "fastest_together_s", timed)
     with fake_group(2):
         overlaps, waits_for, contention = overlap.measure_overlap(CPU, LINK)

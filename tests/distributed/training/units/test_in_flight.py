@@ -60,7 +60,13 @@ def replicated(plan):
     )
 
 
-PLANS = {"sharded": lambda plan: plan, "replicated": replicated}
+def in_nodes(plan):
+    """The plan with all units but the root sharded in each of two nodes, between which gradients are all-reduced."""
+    units = tuple(unit.treated(home="node") if unit.name else unit for unit in plan.units)
+    return dataclasses.replace(plan, units=units, node_size=plan.world_size // 2)
+
+
+PLANS = {"sharded": lambda plan: plan, "replicated": replicated, "in nodes": in_nodes}
 
 
 def steps_of(run, number=None):
@@ -216,5 +222,8 @@ def broken():
 
 def test_an_error_names_its_unit_and_leaves_nothing_in_flight(ranks):
     for told, difference in ranks(2).run(broken):
-        assert told == "The reduction of gradients of 'alone.up' failed: Connection closed by peer"
+        assert told == (
+            "The reduction of gradients of 'alone.up' failed: Connection closed by peer. Expected all ranks to take"
+            " part: look for the error of the one that ended first."
+        )
         assert difference == 0.0
