@@ -239,7 +239,6 @@ _ACCUMULATION = Contest(
     num_micro_batches=4,
     spaces={"OSDP": {"activations": ["keep"]}},
 )
-"""Name of the plan that may have all of trained units on each rank, as DDP has."""
 _LORA = Contest(
     models=("6 x 512, LoRA", "6 x 512 like Llama, LoRA"),
     # DDP takes 1.4 times the peak of BASE, so that it trains without a limit only
