@@ -14,7 +14,8 @@ overlaps computing, a gather begins as soon as the communicator is free and
 - a reduce-scatter, or an all-reduce of all ranks, waits for the backward that made its gradients, and the end of
   backward for all of them;
 - computing waits for a reduce-scatter before it copies the gradients of the next unit that is reduced: torch holds one
-  input at most (``reduce_scatter_max_input_buffers``). An all-reduce between nodes is not waited for there;
+  input at most (``reduce_scatter_max_input_buffers``). An all-reduce between nodes is waited for there only where the
+  host waits for the reduce-scatter before it, as on CPU;
 - gradients of a shard on the host are copied there once they are reduced, one copy at a time, which the end of
   backward waits for;
 - the host may wait for some kinds of collectives (`Cluster.waits_for`), as a device without streams has it;
