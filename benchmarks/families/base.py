@@ -17,6 +17,7 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw": lambda parameters: AdamW(parameters, lr=1e-3),
     "adamw_foreach": lambda parameters: AdamW(parameters, lr=1e-3, foreach=True),
+    "sgd": lambda parameters: SGD(parameters, lr=1e-2),
     "sgd_momentum": lambda parameters: SGD(parameters, lr=1e-2, momentum=0.9),
 }
 """Optimizers that a family may be trained with, by name."""

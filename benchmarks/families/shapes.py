@@ -66,6 +66,12 @@ class ManyRows(Growing):
         return rows[:, :-1].contiguous(), rows[:, 1:] % self.vocabulary_size
 
 
+class MillionRows(ManyRows):
+    """Likewise, with five times the rows."""
+
+    num_rows = 1_000_000
+
+
 class Adapted(nn.Module):
     """A frozen Linear with a trained detour of rank 8 beside it, as LoRA has it; what it adds is 0 at first."""
 
@@ -171,7 +177,10 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     "12 x 256 like Llama": Llama12x256,
     "3 x 1024": _gpt(3, 1024, num_heads=8),
     "2 x 768": _gpt(2, 768, num_heads=8),  # the paper's wide and shallow one in 1/256 of its parameters: 2 x 12288
-    **{f"2 x 768, {length} tokens": _gpt(2, 768, num_heads=8, sequence_length=length) for length in (32, 256, 512)},
+    **{
+        f"2 x 768, {length} tokens": _gpt(2, 768, num_heads=8, sequence_length=length)
+        for length in (32, 256, 512, 1024)
+    },
     **{f"2 x 768 like Llama, {length} tokens": _llama(2, 768, 2048, length=length) for length in (32, 128)},
     **{
         f"2 x 768 like Llama 2, {length} tokens": _llama(2, 768, 2048, length=length, num_groups=8)
@@ -182,6 +191,7 @@ SHAPES: Mapping[str, Callable[[str], Family]] = {
     "VGG-11": VGG,
     "VGG-16": VGG16,
     "200,000 rows": ManyRows,
+    "1,000,000 rows": MillionRows,
     "256 to 768": Growing,
     "128 to 512": Growing128To512,
     "6 x 512, LoRA": _gpt(6, 512, num_heads=8, sequence_length=32, kind=Lora),

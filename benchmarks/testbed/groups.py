@@ -48,6 +48,11 @@ def counted_group(world_size: int) -> AbstractContextManager[Any]:
     return simulated_group(world_size, SimulatedLinks(copies_reduced=True))
 
 
+def group_of_one(_: int) -> AbstractContextManager[None]:
+    """One real rank on gloo in place of N: for collectives of sparse tensors, which no other group here has."""
+    return _default_group("gloo", 1)
+
+
 def _make(common: Any, links: SimulatedLinks | None) -> SimulatedGroup:
     """Groups that are made beside the default one, such as that by which ranks agree, take no time."""
     return SimulatedGroup(common.group_rank, common.group_size, links or SimulatedLinks())

@@ -14,8 +14,8 @@ from benchmarks.families import build
 from benchmarks.measures.accuracy.memory import ANY_RATES, FREE
 from benchmarks.measures.beside_fsdp.cases import BASE, Contest
 from benchmarks.measures.section import Results, Row, Section, measured
-from benchmarks.testbed.beside_fsdp.lightning_fsdp import PARALLELIZED, Baseline, Way
-from benchmarks.testbed.groups import counted_group, fake_group
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import PARALLELIZED, SPARSE, Baseline, Way
+from benchmarks.testbed.groups import counted_group, fake_group, group_of_one
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import largest_that_fits
 from lightning_osdp import Cluster, ModelProfile, profile_model, simulate
@@ -164,9 +164,9 @@ def counted_bytes(ranks: Ranks, way: Way, micro_batch_size: int, num_micro_batch
 
 @cache
 def _counted_bytes(ranks: Ranks, way: Way, micro_batch_size: int, num_micro_batches: int) -> int:
-    # functional collectives, which DTensors call, are of torch's own backends alone
-    group = fake_group if way.sharding == PARALLELIZED else counted_group
-    with group(ranks.num_ranks):
+    # functional collectives, which DTensors call, are of torch's own backends alone, those of sparse tensors of gloo
+    groups = {PARALLELIZED: fake_group, SPARSE: group_of_one}
+    with groups.get(way.sharding, counted_group)(ranks.num_ranks):
         module = build(ranks.model)
         plan = _plan(ranks, way, micro_batch_size, num_micro_batches)
         return count_step(module, plan, strategy=way.strategy(module, node_size=ranks.node_size)).peak_bytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from benchmarks.testbed.beside_fsdp.contest import WITHOUT_RACE, Division
-from benchmarks.testbed.beside_fsdp.lightning_fsdp import PARALLELIZED, Way
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import PARALLELIZED, SPARSE, Way
 from lightning_osdp.core.axes import MODES, NAMED_MODES
 
 _NUM_QUICK_RIVALS = 4
@@ -371,6 +371,14 @@ CONTESTS: Mapping[str, Mapping[str, Asked]] = {
             limits=(1.0, None),
             goals=(Goal(over=_BY_WEIGHTS, least=1.3), Goal(over=DDP.name, limits=(None,), best=10.0)),
         ),
+        # an embedding of which users may have sparse gradients under DDP: 128 indices a rank
+        "sparse": replace(
+            _STATIONARY,
+            models=("1,000,000 rows",),
+            limits=(None,),
+            rivals=(BASE, DDP, Way(sharding=SPARSE), TENSOR_PARALLEL),
+            goals=(Goal(over=DDP.name, limits=(None,), least=10.0),),
+        ),
         # other transformers, and more tokens: 32 to 256 a rank
         "transformers": replace(
             _STATIONARY,
@@ -393,9 +401,14 @@ CONTESTS: Mapping[str, Mapping[str, Asked]] = {
             spaces={**_STATIONARY.spaces, _BY_WEIGHTS: {"modes": ["ZDP", "DP", "hpZ", "HSDP", "HDP"]}},
             goals=(Goal(over=_BY_WEIGHTS, least=0.97),),
         ),
-        "512 tokens": replace(
-            _STATIONARY, models=("2 x 768, 512 tokens",), goals=(Goal(over=_BY_WEIGHTS, at_mbit=None, least=0.97),)
-        ),
+        **{
+            f"{number} tokens": replace(
+                _STATIONARY,
+                models=(f"2 x 768, {number} tokens",),
+                goals=(Goal(over=_BY_WEIGHTS, at_mbit=None, least=0.97),),
+            )
+            for number in (512, 1024)
+        },
     },
     "activations": {
         # where memory is too short for fully_shard without checkpointing

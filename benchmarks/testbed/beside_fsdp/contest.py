@@ -22,7 +22,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from benchmarks.families import Family, build
-from benchmarks.testbed.beside_fsdp.lightning_fsdp import PARALLELIZED, Baseline, Way
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import UNSHARDED, Baseline, Way
 from benchmarks.testbed.beside_fsdp.turns import Turns, cpu_seconds, fastest_of_slowest, fits_in_turns, seconds_of
 from benchmarks.testbed.by_hand import waited_reduce_scatters
 from benchmarks.testbed.plans import sent_bytes
@@ -217,7 +217,7 @@ class _Plans:
                 num_micro_batches=baseline.num_micro_batches,
                 node_size=self._cluster.node_size,
             )
-            plan = self._with_bytes(plan, is_sharded=baseline.sharding not in {"DDP", PARALLELIZED})
+            plan = self._with_bytes(plan, is_sharded=baseline.sharding not in UNSHARDED)
             rate = _num_samples(plan) / self._simulated(plan).time_s
             if baseline.name not in best or rate > best[baseline.name][0]:
                 best[baseline.name] = (rate, (baseline.name, limit, plan, baseline))

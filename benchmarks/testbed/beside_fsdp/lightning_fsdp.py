@@ -29,6 +29,9 @@ from lightning_osdp.planner.engine import effects_of
 _SHARDINGS = {"FULL_SHARD": ZDP, "SHARD_GRAD_OP": DP, "HYBRID_SHARD": HSDP, "HYBRID_SHARD_ZERO2": HDP}
 PARALLELIZED = "parallelize_module"
 """Tensor parallelism as users write it: all ranks train on the samples of all."""
+SPARSE = "DDP, sparse gradients"
+"""DDP that all-gathers the rows of embeddings which have gradients; by SGD, for AdamW takes none."""
+UNSHARDED = frozenset({"DDP", SPARSE, PARALLELIZED})
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     **dict.fromkeys(("gate", "up", "mlp.expand", "mlp.0", "layers.0"), ColwiseParallel),
     **dict.fromkeys(("down", "mlp.proj", "mlp.2", "layers.1"), RowwiseParallel),
@@ -51,8 +54,8 @@ class Way:
 
     sharding: str
     """``FULL_SHARD``, ``SHARD_GRAD_OP``; ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``, over the ranks of a node, of which
-    torch calls the second ``_HYBRID_SHARD_ZERO2``; ``DDP`` or `PARALLELIZED`, and then none of the others. Or modes of
-    OSDP, one for each slice of an operator, such as ``hpZ`` or ``ZDP DP``: a plan by hand."""
+    torch calls the second ``_HYBRID_SHARD_ZERO2``; one of `UNSHARDED`, and then none of the others. Or modes of OSDP,
+    one for each slice of an operator, such as ``hpZ`` or ``ZDP DP``: a plan by hand."""
     is_fully_shard: bool = False
     """True where ``fully_shard`` shards, as users of ``ModelParallelStrategy`` call it, and not ``FSDPStrategy``."""
     by_operator: bool = False
@@ -83,7 +86,9 @@ class Way:
 
     def strategy(self, module: Family, *, node_size: int | None = None) -> ParallelStrategy | None:
         """Strategy for a Trainer of this module, on nodes of so many ranks; None: OSDP's own, with `plan`."""
-        if self.sharding == "DDP":
+        if self.sharding in {"DDP", SPARSE}:
+            if self.sharding == SPARSE:
+                _make_sparse(module)
             return DDPStrategy()
         if self._is_by_hand:
             return None
@@ -179,6 +184,14 @@ class Way:
             gather_ahead(module, units)
         scatter_in_flight(module)
         register_fsdp_forward_method(module, "training_step")
+
+
+def _make_sparse(module: Family) -> None:
+    """Has embeddings give sparse gradients, and an optimizer that takes these."""
+    for child in module.modules():
+        if isinstance(child, nn.Embedding):
+            child.sparse = True
+    module.optimizer_name = "sgd"
 
 
 def _parallelize(module: Family, mesh: DeviceMesh) -> None:

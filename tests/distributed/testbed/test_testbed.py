@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.families import build
 from benchmarks.testbed.beside_fsdp.engines import ByHand
-from benchmarks.testbed.beside_fsdp.lightning_fsdp import PARALLELIZED, Way
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import PARALLELIZED, SPARSE, Way
 from benchmarks.testbed.groups import fake_group, simulated_group
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import plan_of
@@ -124,6 +124,25 @@ def test_units_reduce_while_backward_computes(ranks, how):
     for by_torch, ours, num_begun in ranks(2).run(reduced_in_flight, how=how):
         assert num_begun == 12  # three blocks and the root, in three steps
         assert ours == pytest.approx(by_torch, rel=1e-5)
+
+
+def sparse_beside_dense():
+    """Difference of weights after SGD by DDP with sparse gradients from those with dense ones, and which are sparse."""
+    trained = []
+    for way, module in ((Way(sharding=SPARSE), build("tiny")), (Way(sharding="DDP"), build("tiny", optimizer="sgd"))):
+        plan = way.plan(build("tiny"), world_size=dist.get_world_size(), micro_batch_size=1)
+        with quiet():
+            train(module, plan, num_steps=2, strategy=way.strategy(module))
+        trained.append(module)
+    pairs = zip(*(module.parameters() for module in trained), strict=True)
+    off = max((sparse - dense).abs().max().item() for sparse, dense in pairs)
+    return off, [name for name, child in trained[0].named_modules() if getattr(child, "sparse", False)]
+
+
+def test_ddp_with_sparse_gradients_of_embeddings_trains_as_with_dense_ones(ranks):
+    for off, sparse in ranks(2).run(sparse_beside_dense):
+        assert off < 1e-6
+        assert sparse == ["model.token_embedding", "model.position_embedding"]
 
 
 def parallelized(name):
