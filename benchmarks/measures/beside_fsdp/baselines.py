@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -165,7 +166,10 @@ def counted_bytes(ranks: Ranks, way: Way, micro_batch_size: int, num_micro_batch
 @cache
 def _counted_bytes(ranks: Ranks, way: Way, micro_batch_size: int, num_micro_batches: int) -> int:
     # functional collectives, which DTensors call, are of torch's own backends alone, those of sparse tensors of gloo
-    groups = {PARALLELIZED: fake_group, SPARSE: group_of_one}
+    groups: dict[str, Callable[[int], AbstractContextManager[Any]]] = {
+        PARALLELIZED: fake_group,
+        SPARSE: group_of_one,
+    }
     with groups.get(way.sharding, counted_group)(ranks.num_ranks):
         module = build(ranks.model)
         plan = _plan(ranks, way, micro_batch_size, num_micro_batches)
