@@ -20,7 +20,7 @@ from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.strategy import longer_batches
 from lightning_osdp.strategy.sharding.units import reusable_model
-from tests.distributed.support.fits import largest_difference, shared_folder, trainer, without_measuring
+from tests.distributed.support.fits import largest_difference, shared_folder, trainer, with_stated_seconds, without_measuring
 from tests.distributed.support.models import Base
 from tests.distributed.support.user_runs import ddp
 from tests.support.tiers import slow
@@ -173,6 +173,7 @@ def on_one_rank():
     return compared(lengths)
 
 
+@with_stated_seconds
 def in_windows(sync):
     """Long batches of one rank alone, second in an optimizer step, whose first one has left gradients."""
     lengths = [FIRST] * 6 + [FIRST, (FIRST, 8 * FIRST)] * 2 + [(4 * FIRST, FIRST), FIRST, FIRST, FIRST] + [FIRST] * 6
