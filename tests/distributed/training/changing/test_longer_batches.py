@@ -20,7 +20,13 @@ from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.strategy import longer_batches
 from lightning_osdp.strategy.sharding.units import reusable_model
-from tests.distributed.support.fits import largest_difference, shared_folder, trainer, with_stated_seconds, without_measuring
+from tests.distributed.support.fits import (
+    largest_difference,
+    shared_folder,
+    trainer,
+    with_stated_seconds,
+    without_measuring,
+)
 from tests.distributed.support.models import Base
 from tests.distributed.support.user_runs import ddp
 from tests.support.tiers import slow
