@@ -32,6 +32,7 @@ PARALLELIZED = "parallelize_module"
 SPARSE = "DDP, sparse gradients"
 """DDP that all-gathers the rows of embeddings which have gradients; by SGD, for AdamW takes none."""
 UNSHARDED = frozenset({"DDP", SPARSE, PARALLELIZED})
+"""Ways to train in which nothing is gathered or reduce-scattered."""
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     **dict.fromkeys(("gate", "up", "mlp.expand", "mlp.0", "layers.0"), ColwiseParallel),
     **dict.fromkeys(("down", "mlp.proj", "mlp.2", "layers.1"), RowwiseParallel),
@@ -86,9 +87,9 @@ class Way:
 
     def strategy(self, module: Family, *, node_size: int | None = None) -> ParallelStrategy | None:
         """Strategy for a Trainer of this module, on nodes of so many ranks; None: OSDP's own, with `plan`."""
+        if self.sharding == SPARSE:
+            _make_sparse(module)
         if self.sharding in {"DDP", SPARSE}:
-            if self.sharding == SPARSE:
-                _make_sparse(module)
             return DDPStrategy()
         if self._is_by_hand:
             return None

@@ -185,7 +185,6 @@ _OF_SCALARS = {
     "parameter._sharding_spec",
     "parameter.contiguous_sharded_stride",
     "parameter.sharded_param",
-    "parameter.padded_sharded_param_size",
     "parameter.sharded_size",
 }
 """Names needed before `check_units` runs, for parameters without dimensions."""

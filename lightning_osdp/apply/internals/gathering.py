@@ -199,18 +199,13 @@ def drop_retained(group: Any) -> None:
             parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
 
 
-def is_all_reduced_alone(group: Any) -> bool:
-    """Tells if gradients of a unit are all-reduced, and not reduce-scattered before."""
-    return isinstance(group.mesh_info, HSDPMeshInfo) and bool(group.mesh_info.shard_mesh_size == 1)
-
-
 def on_collectives(group: Any, note: Callable[[bool], None], begun: Callable[[], None] = access.do_nothing) -> None:
     """Calls ``note`` before each all-gather (with False) and each reduce-scatter (with True) of a unit.
 
     ``begun`` is called once the collective has begun, or ended where it is waited for. A unit that each rank has all of
     has none of these but an all-reduce, which counts as a reduce-scatter.
     """
-    if is_all_reduced_alone(group):
+    if group.mesh_info.shard_mesh_size == 1 and isinstance(group.mesh_info, HSDPMeshInfo):
         group.post_backward = partial(_reduce_between, group, group.post_backward, note, begun)
         return
     scatter = group._reduce_scatter_comm

@@ -388,7 +388,7 @@ class LiveParts:
 
         Where the backend copies, that goes on, and they stay as long.
         """
-        (self._reduce if self.copies else self._reduce_in_node)(unit)
+        self._reduce_in_node(unit)
 
     def _keep_reduced(self, unit: int) -> None:
         if unit not in self.reduced:
