@@ -182,7 +182,7 @@ def on_one_rank():
 @with_stated_seconds
 def in_windows(sync):
     """Long batches of one rank alone, second in an optimizer step, whose first one has left gradients."""
-    # four of the longest: a thread of gloo holds a tensor a moment longer in one step of four, and the least peak counts
+    # four of the longest: a thread of gloo holds a tensor a moment longer in some, and the least peak counts
     lengths = [FIRST] * 6 + [FIRST, (FIRST, 8 * FIRST)] * 4 + [(4 * FIRST, FIRST), FIRST, FIRST, FIRST] + [FIRST] * 6
     space = dataclasses.replace(SPACE, sync=(sync,))
     return compared(lengths, space=space, accumulates=2, room=1.1, num_blocks=3)
