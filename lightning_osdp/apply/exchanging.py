@@ -50,7 +50,7 @@ class ExchangingUnits:
         before_backward: Callable[[int, bool, int], None],
         on_function: Callable[[int], None],
     ) -> None:
-        self._modules: list[nn.Module] = []
+        self._operators: list[nn.Module] = []
         self.outputs = WaitingOutputs()
         units = exchanging(plan) if plan is not None else []
         for number, unit in enumerate(units):
@@ -71,22 +71,23 @@ class ExchangingUnits:
                 casts_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
             )
             make_stationary(root, unit.exchange, unit.operators, ranks)
-            self._modules += modules
+            self._operators += modules
         meshes.warm_up_exchanges([unit.treatments[0] for unit in units])
         self.num_units = len(units)
-        self.parameters: list[nn.Parameter] = [p for module in self._modules for p in module.parameters(recurse=False)]
+        self.parameters: list[nn.Parameter] = [p for operator in self._operators for p in operator.parameters()]
         held: list[tuple[str, Any]] = [
             (f"{operator}.{name}", parameter)
             for unit in units
             for operator in unit.operators
-            for name, parameter in root.get_submodule(operator).named_parameters(recurse=False)
+            for name, parameter in root.get_submodule(operator).named_parameters()
         ]
         self.in_nodes = [(name, parameter) for name, parameter in held if parameter.device_mesh.ndim > 1]
         for parameter in self.parameters:
             dtensors.mark_shard(parameter)
-        for module in self._modules:
-            sharding.keep_attributes(module)
-            sharding.refuse_copies(module)
+        for operator in self._operators:
+            for module in operator.modules():  # the operator itself, and slices of it
+                sharding.keep_attributes(module)
+                sharding.refuse_copies(module)
 
     def copy_replicas(self) -> None:
         """Copies parts of parameters that each node has from the first node to the others, whose values may differ."""
@@ -110,27 +111,12 @@ class ExchangingUnits:
 
         ``writes`` copies this rank's part of them to its own at the end; not done after an error.
         """
-        inside = set(module.modules())
+        inside, write = set(module.modules()), dtensors.write_rows if writes else None
         with ExitStack() as stack:
-            kept: list[tuple[nn.Module, str, Any, nn.Parameter]] = []
-            for operator in self._modules:
+            for operator in self._operators:
                 if operator in inside:
-                    stack.enter_context(as_whole(operator))
-                    parts: dict[str, Any] = dict(operator._parameters)
-                    kept += [
-                        (operator, name, part, sharding.whole_parameter(part))
-                        for name, part in parts.items()
-                        if part is not None
-                    ]
-            for operator, name, _, value in kept:
-                operator._parameters[name] = value
-            try:
-                yield
-                for _, _, parameter, value in kept if writes else ():
-                    dtensors.write_rows(parameter, value.detach())
-            finally:
-                for operator, name, parameter, _ in kept:
-                    operator._parameters[name] = parameter
+                    stack.enter_context(as_whole(operator, sharding.whole_parameter, write))
+            yield
 
 
 def exchanging(plan: Plan) -> list[Unit]:

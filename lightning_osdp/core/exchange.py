@@ -11,8 +11,9 @@ one for each token or sample, and features.
 - ``pair``: an operator by columns, operations that treat each element by itself, and an operator by rows: features in
   between stay where they are. Two operators by columns may feed the last one, if they take the same input, as those of
   a gated MLP do.
-- ``attention``: three operators by columns of one input, for queries, keys and values, attention, which treats each
-  head of each sample by itself, and an operator by rows: each rank has some of the heads of all samples in between.
+- ``attention``: three operators by columns of one input, for queries, keys and values, or one that makes all three,
+  attention, which treats each head of each sample by itself, and an operator by rows: each rank has some of the heads
+  of all samples in between.
 - ``embedding``: by columns, with indices for inputs.
 
 References:
@@ -31,11 +32,15 @@ FED_KINDS = frozenset({"pair", "attention"})
 """Kinds whose last operator takes what the others make: all ranks meet again where it begins."""
 MOST_COLUMNS = 3
 """Columns that may share one input, at most."""
+NUM_PROJECTED = 3
+"""Queries, keys and values."""
 
 
 def numbers_of_operators(kind: str) -> tuple[int, ...]:
     """Numbers of operators that an exchange of this kind may have."""
-    return {"pair": (2, 3), "attention": (4,), "column": tuple(range(1, MOST_COLUMNS + 1))}.get(kind, (1,))
+    return {"pair": (2, 3), "attention": (2, NUM_PROJECTED + 1), "column": tuple(range(1, MOST_COLUMNS + 1))}.get(
+        kind, (1,)
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Exchange:
     saved_again: tuple[Affine, ...] = ()
     """Likewise what each further operator that takes it saves in addition, such as a copy of its own."""
     outputs: tuple[Affine, ...] = ()
-    """Output of each column where there are several, those of attention included; empty for all else."""
+    """Output of each column where there are several, and of each projection of attention; empty for all else."""
     fed_bytes: Affine = ZERO
     """Input of the last operator of attention."""
     num_heads: int = 0
@@ -71,14 +76,15 @@ class Exchange:
         if self.kind not in KINDS or len(self.operators) not in numbers_of_operators(self.kind):
             raise ConfigurationError(
                 f"Expected an exchange of one of {KINDS} with one operator, up to three columns of one input, two or"
-                f" three operators for a pair, or four for attention, got {self.kind!r} with {self.operators}."
+                f" three operators for a pair, or two or four for attention, got {self.kind!r} with {self.operators}."
             )
         if (self.num_heads > 0) != (self.kind == "attention"):
             raise ConfigurationError(
                 f"Expected a number of heads of attention, and of nothing else, got {self.num_heads} for a"
                 f" {self.kind!r} with {self.operators}. Profile the model again."
             )
-        num_outputs = len(self.operators) if self.is_shared else 3 if self.kind == "attention" else 0
+        num_outputs = len(self.operators) if self.is_shared else 0
+        num_outputs = len(self.operators) - 1 if self.kind == "attention" else num_outputs
         if len(self.outputs) != num_outputs:
             raise ConfigurationError(
                 f"Expected the output of each of several columns, and of nothing else, got {len(self.outputs)} for"

@@ -12,6 +12,7 @@ from lightning_osdp.operations.splitting.module import (
 )
 from lightning_osdp.operations.splitting.sharded import JoinedShards, cut_of, gathered
 from lightning_osdp.operations.splitting.splitters import (
+    BY_OUTPUTS,
     class_name,
     compiled,
     compiled_whole,
@@ -23,6 +24,7 @@ from lightning_osdp.operations.splitting.splitters import (
 )
 
 __all__ = [
+    "BY_OUTPUTS",
     "JoinedShards",
     "SplitModule",
     "class_name",

@@ -152,12 +152,36 @@ class SplitEmbedding(SplitModule):
         return torch.cat([part(input) for part in self.slices], dim=-1)
 
 
+class LinearByOutputs(SplitModule):
+    """y = (x W_1^T + b_1, x W_2^T + b_2, ...): parts of the outputs beside each other."""
+
+    cuts_along: ClassVar = {"weight": 0, "bias": 0}
+    features = "out_features"
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
+        """Output of the whole operator, (*, out_features), for an input of shape (*, in_features)."""
+        return torch.cat([part(input) for part in self.slices], -1)
+
+
+class Conv1DByOutputs(LinearByOutputs):
+    """y = (x W_1 + b_1, x W_2 + b_2, ...)."""
+
+    cuts_along: ClassVar = {"weight": 1, "bias": 0}
+    features = "nf"
+
+
 SPLITTERS: dict[str, type[SplitModule]] = {
     "torch.nn.modules.linear.Linear": SplitLinear,
     "torch.nn.modules.sparse.Embedding": SplitEmbedding,
     "transformers.pytorch_utils.Conv1D": SplitConv1D,
 }
 """Class of an operator, by its qualified name so that nothing need be imported -> how it is split."""
+BY_OUTPUTS: dict[str, type[SplitModule]] = {
+    "torch.nn.modules.linear.Linear": LinearByOutputs,
+    "transformers.pytorch_utils.Conv1D": Conv1DByOutputs,
+}
+"""How operators of these classes are split into parts of their outputs, which `split` does not do."""
 
 _READ_WEIGHTS_OF_CHILDREN = (nn.TransformerEncoderLayer,)
 """Modules that compute with the weights of their children instead of calling them."""

@@ -48,6 +48,9 @@ class Blocks(NamedTuple):
     """Counted from the end, so below 0."""
     number: int
     """Most blocks that there can be; there can be any of its divisors."""
+    num_parts: int = 1
+    """Number of equal parts of the dimension that follow each other, each of which has these blocks: queries, keys and
+    values that one operator makes."""
 
 
 class Followed(NamedTuple):
@@ -112,12 +115,12 @@ def follow(func: Any, args: Any, kwargs: Mapping[str, Any], blocks_of: Callable[
     name, tensors = function.name, [each for each in leaves if isinstance(each, Tensor)]
     given = [(tensor, blocks) for tensor in tensors if (blocks := blocks_of(tensor)) is not None]
     others = [tensor for tensor in tensors if blocks_of(tensor) is None]
-    dims = {blocks.dim for _, blocks in given}
+    dims = {(blocks.dim, blocks.num_parts) for _, blocks in given}
     _check(len(dims) == 1, "of heads that are not in one dimension")
     _check(kwargs.get("out") is None, "which writes to a tensor that it is given")
     _check(not any(isinstance(each, torch.Generator) for each in leaves), "with random numbers of its own")
-    own = Blocks(dims.pop(), math.gcd(*(blocks.number for _, blocks in given)))
-    first = given[0][0]
+    first, own = given[0]
+    own = own._replace(number=math.gcd(*(blocks.number for _, blocks in given)))
     if name in _NORMS:
         sizes = function.argument(1, "normalized_shape")
         _check(own.dim < -(1 if isinstance(sizes, int) else len(sizes)), "over heads")
@@ -217,14 +220,17 @@ def _reshaped(shape: Sequence[int], own: Blocks, new_shape: Sequence[int]) -> Bl
     """Blocks of a tensor that got another shape, whose elements stay in their order.
 
     As many elements are before the dimension, and parts of it that follow each other are blocks if the first
-    dimension that they are cut into can be cut into as many.
+    dimension that they are cut into can be cut into as many. Where that has all of its parts, blocks are in the next.
     """
-    before = math.prod(shape[: len(shape) + own.dim])
+    before, num_parts = math.prod(shape[: len(shape) + own.dim]), own.num_parts
     for dim, size in enumerate(new_shape):
         if size > 1 and math.prod(new_shape[:dim]) == before:
-            number = math.gcd(own.number, size)
+            if size == num_parts:
+                before, num_parts = before * size, 1
+                continue
+            number = math.gcd(own.number, size // num_parts) if size % num_parts == 0 else 1
             _check(number > 1, "which cuts heads, or joins them with something else")
-            return Blocks(dim - len(new_shape), number)
+            return Blocks(dim - len(new_shape), number, num_parts)
     raise MixedError("which cuts heads, or joins them with something else")
 
 
@@ -232,6 +238,7 @@ def _where_stride_is_one(result: Tensor, given: Tensor, own: Blocks) -> Blocks:
     """Blocks of a view of a tensor that had strides of 0 but along its blocks."""
     strides = enumerate(zip(result.shape, result.stride(), strict=True))
     found = [dim for dim, (size, stride) in strides if stride and size > 1]
-    is_whole = len(found) == 1 and result.stride(found[0]) == 1 and result.storage_offset() == 0
-    _check(is_whole and result.shape[found[0]] == given.shape[own.dim], "which takes some heads")
-    return own._replace(dim=found[0] - result.dim())
+    _check(len(found) == 1 and result.stride(found[0]) == 1, "which takes some heads")
+    part, size = given.shape[own.dim] // own.num_parts, result.shape[found[0]]
+    _check(size % part == 0 and result.storage_offset() % part == 0, "which takes some heads")
+    return own._replace(dim=found[0] - result.dim(), num_parts=size // part)

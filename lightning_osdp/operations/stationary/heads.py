@@ -30,26 +30,28 @@ class Heads(Between):
     contents = "heads"
     may_be_applied = "functions that do the same to each head of each sample"
     moves_as = "attention"
-    blocks_dim: int
-    """Dimension of the blocks, counted from the end."""
+    blocks: Blocks
+    """Dimension of the blocks, of which there is one for each rank."""
 
     @classmethod
-    def of(cls, values: Tensor, pair: Pair, call: Call, blocks_dim: int = -1) -> Self:
+    def of(cls, values: Tensor, pair: Pair, call: Call, blocks: Blocks) -> Self:
         """Heads with these values."""
         with DisableTorchFunctionSubclass():
             made: Self = values.as_subclass(cls)
-        made.pair, made.call, made.blocks_dim = pair, call, blocks_dim
+        made.pair, made.call, made.blocks = pair, call, blocks
         return made
 
     @classmethod
-    def from_rows(cls, rows: Tensor, pair: Pair, call: Call, lead: Sequence[int]) -> Self:
-        """Heads of shape (*lead, features of all ranks) from this rank's features, (rows of all ranks, features).
+    def from_rows(cls, parts: Sequence[Tensor], pair: Pair, call: Call, lead: Sequence[int]) -> Self:
+        """Heads of shape (*lead, features of all ranks and parts) from this rank's features of each of equal parts.
 
-        Ranks have as many rows each, of which ``lead`` is the shape.
+        These are (rows of all ranks, features). Ranks have as many rows each, of which ``lead`` is the shape.
         """
         num_ranks, num_rows = len(call.rows), call.rows[call.rank]
-        by_row = rows.view(num_ranks, num_rows, -1).transpose(0, 1)
-        return cls.of(by_row.reshape(*lead, num_ranks * rows.shape[1]), pair, call)
+        by_row = [part.view(num_ranks, num_rows, -1).transpose(0, 1) for part in parts]
+        values = torch.stack(by_row, 1) if len(parts) > 1 else by_row[0]
+        num_features = sum(num_ranks * part.shape[1] for part in parts)
+        return cls.of(values.reshape(*lead, num_features), pair, call, Blocks(-1, num_ranks, len(parts)))
 
     def rows(self) -> Tensor:
         """This rank's features of the rows of all ranks, (rows of all ranks, features), where blocks are of features.
@@ -58,8 +60,8 @@ class Heads(Between):
             ConfigurationError: they are along another dimension.
         """
         num_ranks, values = len(self.call.rows), self.plain()
-        if self.blocks_dim != -1:
-            self._refuse("heads", "in another dimension than the last")
+        if (self.blocks.dim, self.blocks.num_parts) != (-1, 1):
+            self._refuse("heads", "in another dimension than the last, or queries, keys and values together")
         by_row = values.reshape(-1, num_ranks, values.shape[-1] // num_ranks)
         return by_row.transpose(0, 1).reshape(-1, by_row.shape[-1])
 
@@ -73,15 +75,15 @@ class Heads(Between):
 
     @override
     def _layout(self, tensor: Tensor) -> Any:
-        dim = tensor.blocks_dim if isinstance(tensor, Heads) else None
-        return tuple(tensor.shape), tensor.stride(), tensor.dtype, dim
+        blocks = tensor.blocks if isinstance(tensor, Heads) else None
+        return tuple(tensor.shape), tensor.stride(), tensor.dtype, blocks
 
     @override
     def _followed(self, func: Any, args: Any, kwargs: Any) -> Followed:
         num_ranks = len(self.call.rows)
 
         def blocks_of(tensor: Tensor) -> Blocks | None:
-            return Blocks(tensor.blocks_dim, num_ranks) if isinstance(tensor, Heads) else None
+            return tensor.blocks if isinstance(tensor, Heads) else None
 
         try:
             found = follow(func, args, kwargs, blocks_of)
@@ -94,7 +96,7 @@ class Heads(Between):
     @override
     def _wrapped(self, func: Any, tensors: Sequence[Tensor], followed: Followed) -> list[Tensor]:
         pairs = zip(tensors, followed.blocks, strict=True)
-        return [Heads.of(each, self.pair, self.call, blocks.dim) for each, blocks in pairs]
+        return [Heads.of(each, self.pair, self.call, blocks) for each, blocks in pairs]
 
 
 _told = WeakIdKeyDictionary()

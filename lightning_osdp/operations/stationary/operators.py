@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from typing_extensions import Self, override
 
-from lightning_osdp.core.exchange import FED_KINDS, MOST_COLUMNS, numbers_of_operators
+from lightning_osdp.core.exchange import FED_KINDS, MOST_COLUMNS, NUM_PROJECTED, numbers_of_operators
 from lightning_osdp.errors import ConfigurationError, RanksApartError
-from lightning_osdp.operations.splitting import class_name, inside_compiled, parameter_like
+from lightning_osdp.operations.splitting import BY_OUTPUTS, SplitModule, class_name, inside_compiled, parameter_like
 from lightning_osdp.operations.stationary.between import Pair
 from lightning_osdp.operations.stationary.exchanges import (
     MOVE_WEIGHTS,
@@ -347,14 +347,71 @@ class _Projection(_First):
     @override
     def forward(self, input: Tensor) -> Tensor:  # as torch names it
         """Outputs of the shape of those of the whole operator, (*, outputs), for an input of shape (*, inputs)."""
-        pair = self._osdp_stationary.pair
-        assert pair is not None
-        gathered, call = self._gathered_for(pair, input)
-        features, lead = self._features_of(gathered), input.shape[:-1]
-        pair.by_itself = None if call.are_alike and len(features) and len(call.rows) > 1 else call
-        if pair.by_itself is None:
-            return Heads.from_rows(features, pair, call, lead)
-        return to_samples(features, call, self._num_outputs).view(*lead, self._num_outputs)
+        return _projected([self], input)
+
+
+def _projected(parts: Sequence[_Projection], x: Tensor) -> Tensor:
+    """Outputs beside each other of operators that gather one input, as those of `_Projection`."""
+    first, lead = parts[0], x.shape[:-1]
+    pair = first._osdp_stationary.pair
+    assert pair is not None
+    gathered, call = first._gathered_for(pair, x)
+    summed = _Summed(len(parts))
+    features = [part._features_of(summed.taken(gathered)) for part in parts]
+    pair.by_itself = None if call.are_alike and len(gathered) and len(call.rows) > 1 else call
+    if pair.by_itself is None:
+        return Heads.from_rows(features, pair, call, lead)
+    outputs = (to_samples(own, call, part._num_outputs) for own, part in zip(features, parts, strict=True))
+    return torch.cat([each.view(*lead, each.shape[1]) for each in outputs], -1)
+
+
+class _Summed:
+    """Gradients of a tensor that several operators take, all of which have one: they are added up in place.
+
+    Autograd would hold two of them and their sum.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number, self._num_missing = number, number
+        self._total: Tensor | None = None
+
+    def taken(self, tensor: Tensor) -> Tensor:
+        """The tensor as one of the operators takes it."""
+        found: Tensor = _Taken.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return found
+
+    def add(self, gradient: Tensor) -> Tensor | None:
+        """Adds a gradient; the last one returns their sum."""
+        self._total = gradient if self._total is None else self._total.add_(gradient)
+        self._num_missing -= 1
+        if self._num_missing:
+            return None
+        total, self._total, self._num_missing = self._total, None, self._number
+        return total
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, tensor: Tensor, summed: _Summed) -> Tensor:
+        ctx.summed = summed
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        return ctx.summed.add(gradient), None
+
+
+class _Projections(_Stationary):
+    """Operator that makes queries, keys and values, each by a slice of its own that is cut over ranks."""
+
+    slices: nn.ModuleList
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
+        """Outputs of the shape of those of the whole operator, (*, outputs), for an input of shape (*, inputs)."""
+        return _projected([*self.slices], input)
 
 
 class _Row(_Linear):
@@ -500,6 +557,8 @@ def _refusal_together(kind: str, operators: Sequence[str], modules: Sequence[nn.
     weights: list[Any] = [module._parameters["weight"] for module in modules]
     dims = [_OUT_DIMS.get(class_name(type(module)), 0) for module in modules]
     taken = [weight.shape[1 - dim] for weight, dim in zip(weights, dims, strict=True)]
+    if kind == "attention" and len(modules) == 2 and weights[0].shape[dims[0]] % NUM_PROJECTED:
+        return f"{operators[0]!r} does not make as many features of queries, keys and values"
     if len({*modules}) < len(modules):
         return f"{list(operators)} are not modules of their own"
     of_one_input = {"column": taken, "attention": taken[:-1]}.get(kind, ())
@@ -551,23 +610,36 @@ def make_stationary(root: nn.Module, kind: str, operators: Sequence[str], ranks:
     first, *others = _ROLES[kind]
     roles = [first] * (len(operators) - len(others)) + others
     for place, (module, role) in enumerate(zip(map(root.get_submodule, operators), roles, strict=True)):
-        out_dim = _OUT_DIMS.get(class_name(type(module)), 0)
-        # columns and the first of a pair are cut along outputs, the others along inputs; embeddings along features
-        weight_dim = 1 if role is _Embedding else out_dim if issubclass(role, _Column) else 1 - out_dim
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = _cut(parameter, ranks, weight_dim if name == "weight" else 0)
-        vars(module)[_STATE] = _State(ranks=ranks, whole_type=type(module), pair=pair, columns=columns, place=place)
-        module.__class__ = _class_of(role, type(module))  # type: ignore[arg-type]
+        state = _State(ranks=ranks, whole_type=type(module), pair=pair, columns=columns, place=place)
+        parts = [module]
+        if kind == "attention" and len(operators) == 2 and role is first:
+            parts = [*BY_OUTPUTS[class_name(type(module))].of(module, NUM_PROJECTED).slices]
+            _change(module, _Projections, state)
+        for part in parts:
+            out_dim = _OUT_DIMS.get(class_name(type(part)), 0)
+            # columns and the first of a pair are cut along outputs, the others along inputs; embeddings along features
+            weight_dim = 1 if role is _Embedding else out_dim if issubclass(role, _Column) else 1 - out_dim
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[name] = _cut(parameter, ranks, weight_dim if name == "weight" else 0)
+            _change(part, role, state)
+
+
+def _change(module: nn.Module, role: type[_Stationary], state: _State) -> None:
+    """Gives a module a class of this role."""
+    vars(module)[_STATE] = state
+    module.__class__ = _class_of(role, type(module))  # type: ignore[arg-type]
 
 
 def _check_heads(root: nn.Module, operators: Sequence[str], ranks: Ranks) -> None:
     """Raises `ConfigurationError` unless each rank has as many features of attention."""
     *firsts, last = ((name, root.get_submodule(name)) for name in operators)
     dims = [(name, module, 0) for name, module in firsts] + [(*last, 1)]
+    num_made = NUM_PROJECTED if len(firsts) == 1 else 1
     for name, module, dim in dims:
         weight: Any = module._parameters["weight"]
         number = weight.shape[abs(_OUT_DIMS[class_name(type(module))] - dim)]
+        number = number if dim else number // num_made
         if number % ranks.num_parts:
             raise ConfigurationError(
                 f"Expected features that {ranks.num_parts} ranks divide, for each is to have some heads, got {number}"
@@ -581,15 +653,43 @@ def is_stationary(module: object) -> bool:
 
 
 @contextmanager
-def as_whole(module: nn.Module) -> Iterator[None]:
-    """Gives a module that moves activations the class that it had, within the context; its parameters stay."""
-    kind, state = type(module), vars(module).pop(_STATE)
+def as_whole(
+    module: nn.Module, whole_of: Callable[[Any], nn.Parameter], write: Callable[[Any, Tensor], object] | None
+) -> Iterator[None]:
+    """Gives a module that moves activations whole parameters and the class that it had, within the context.
+
+    Args:
+        module: an operator, not a slice of one.
+        whole_of: gives the whole parameter of a part that this rank has; all ranks call it.
+        write: takes at the end such a part, and its values in whole ones; not called after an error.
+    """
+    kind, state, parts, inside = type(module), vars(module).pop(_STATE), {**module._parameters}, {**module._modules}
+    cuts = {cut.whole: cut for cut in module.cuts()} if isinstance(module, SplitModule) else {}
+    pieces: dict[str, list[Any]] = {name: [part] for name, part in parts.items() if part is not None}
+    pieces |= {name: [module.get_parameter(piece) for piece in cut.pieces] for name, cut in cuts.items()}
+    if isinstance(module, SplitModule):
+        module._parameters.update(dict.fromkeys(module._whole_shapes))  # with those that are left out
+    module._modules.clear()
+    for name, own in pieces.items():
+        first, *others = map(whole_of, own)
+        joined = first
+        if others:
+            joined = parameter_like(cuts[name].join([each.detach() for each in (first, *others)]), first)
+        module._parameters[name] = joined
     module.__class__ = state.whole_type
     try:
         yield
+        for name, own in pieces.items() if write else ():
+            whole: Any = module._parameters[name]
+            of_pieces = cuts[name].cut(whole.detach()) if name in cuts else [whole.detach()]
+            for each in zip(own, of_pieces, strict=True):
+                write(*each)  # type: ignore[misc]
     finally:
         module.__class__ = kind
         vars(module)[_STATE] = state
+        module._modules.update(inside)
+        module._parameters.clear()
+        module._parameters.update(parts)
 
 
 def _cut(parameter: nn.Parameter, ranks: Ranks, dim: int) -> nn.Parameter:

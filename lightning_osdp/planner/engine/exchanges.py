@@ -19,14 +19,16 @@ operators save of their input, and while operators run
     row             max(x, 2 n y)       max(n y - min(y, d), 2 d - x - y, g)
     pair            0; 2 n y            max((n-1) d, n (2 d - x), g); max(n y, g)
     pair of three   0; 0; 2 n y         max(2 n d, g); max(n d, g); max(n y, g)
-    attention       o each; x+i+2 n y   max(2 n d, g), max(n d, g) of the last one; max(n y, i, g)
+    attention       o each; x+s+2 n y   max(2 n d, g), max(n d, g) of the last one; max(n y, i, g)
+    of one          o; x+s+2 n y        max(o - d, (2 n - 1) d - o/3 + g); max(n y, i, g)
     embedding       2 y                 max(2 y - g, y, g)
 
-with outputs o of projections and the input i of attention's last operator, which are copied into another order; with
-the gradient of the shard, g, which counts besides and is not there yet while gradients of outputs are exchanged,
-and a copy of it. An exchange holds what is sent and what is received; forward holds the
-input itself besides, which nothing saves. Backward is beside the gradients of an output and of an input, y + d, which
-are there where weights move, too, or count besides; what is saved is gone when gradients of inputs are exchanged.
+with outputs o of projections and the input i of attention's last operator, which are copied into another order, and
+what that alone saves of it, s; "of one" is attention whose queries, keys and values one operator makes; with the
+gradient of the shard, g, which counts besides and is not there yet while gradients of outputs are exchanged, and a copy
+of it. An exchange holds what is sent and what is received; forward holds the input itself besides, which nothing saves.
+Backward is beside the gradients of an output and of an input, y + d, which are there where weights move, too, or count
+besides; what is saved is gone when gradients of inputs are exchanged.
 
 References:
     `operations.stationary.exchanges`, which these count.
@@ -39,7 +41,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.exchange import Exchange
+from lightning_osdp.core.exchange import NUM_PROJECTED, Exchange
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.step import Step
 
@@ -95,13 +97,17 @@ def _beside(
     if each.kind == "attention":
         *of_firsts, of_last = gradients
         made, fed = [output.at(samples) for output in each.outputs], each.fed_bytes.at(samples)
+        alone = each.saved_again[-1].at(samples)  # else attention saves what the last operator takes
         summands = [2 * n * d] * (len(made) - 1) + [n * d]
+        if len(made) == 1:  # parts of its gradient are copied, and used one by one, with gradients of others there
+            whole, part = made[0], made[0] / NUM_PROJECTED
+            summands = [max(whole - d, (2 * n - 1) * d - part + g)]
         firsts = (
             _Beside(itself + copied, max(added, of), n * x + copied)
             for copied, added, of in zip(made, summands, of_firsts, strict=True)
         )
         # the module whose forward this is still has its input
-        return *firsts, _Beside(itself + fed + 2 * n * y, max(n * y, fed, of_last), fed + 2 * n * y)
+        return *firsts, _Beside(itself + alone + 2 * n * y, max(n * y, fed, of_last), fed + 2 * n * y)
     if each.kind == "pair":
         *of_firsts, of_last = gradients
         # gradients of gathered inputs are added up, and exchanged behind the operator that forward began with

@@ -139,6 +139,9 @@ def profile_exchanges(
         made = affine({size: each.output_bytes for size, each in handed.items()})
         kind = _kind_alone(first.input_bytes, first.output_bytes, is_embedding=name in embeddings)
         found.append(Exchange(kind, (name,), given, needed, made, saved))
+        attended = _attended(trace, index, num_projections=1)
+        if attended is not None and may - embeddings >= {name, sequence[attended]}:
+            found.append(_as_attention(found[-1], trace, index, attended))
         is_pair = first.feeds is not None
         behind = [each for each in (first.beside, first.feeds) if each is not None] if is_pair else first.columns
         places = [index, *(index + each for each in behind)]
@@ -162,16 +165,16 @@ def profile_exchanges(
                 outputs=() if is_pair else outputs,
             )
             found.append(exchange)
-            attended = _attended(trace, index)
+            attended = _attended(trace, index, num_projections=len(members))
             if attended is not None and sequence[attended] in may - embeddings:
                 found.append(_as_attention(exchange, trace, index, attended))
     return tuple(found)
 
 
-def _attended(trace: Trace, index: int) -> int | None:
-    """Place of the operator that takes what attention makes of this one and the two that follow it, if any does."""
+def _attended(trace: Trace, index: int, *, num_projections: int) -> int | None:
+    """Place of the operator that takes what attention makes of so many from this one on; None where there is none."""
     found = {
-        None if handed.attended is None else index + handed.attended
+        index + handed.attended if handed.attended and handed.num_projections == num_projections else None
         for parts in trace.activations.values()
         if (handed := parts[index].handed) is not None
     }
@@ -179,7 +182,7 @@ def _attended(trace: Trace, index: int) -> int | None:
 
 
 def _as_attention(columns: Exchange, trace: Trace, index: int, attended: int) -> Exchange:
-    """Exchange of columns of one input together with the operator at this place, by heads."""
+    """Exchange of an operator, or of columns of one input, together with the operator at this place, by heads."""
     at = {size: parts[attended] for size, parts in trace.activations.items()}
     handed = {size: part.handed for size, part in at.items() if part.handed is not None}
     heads = [each.num_heads for parts in trace.activations.values() if (each := parts[index].handed) is not None]
@@ -189,6 +192,7 @@ def _as_attention(columns: Exchange, trace: Trace, index: int, attended: int) ->
         operators=(*columns.operators, trace.calls.sequence[attended]),
         output_bytes=affine({size: each.output_bytes for size, each in handed.items()}),
         saved_again=(*columns.saved_again, affine({size: part.own_saved_bytes for size, part in at.items()})),
+        outputs=columns.outputs or (columns.output_bytes,),
         fed_bytes=affine({size: each.input_bytes for size, each in handed.items()}),
         num_heads=math.gcd(*heads),
     )

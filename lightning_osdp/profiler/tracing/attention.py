@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_osdp.core.exchange import NUM_PROJECTED
 from lightning_osdp.operations.stationary.between import is_of_one_rank
 from lightning_osdp.operations.stationary.blocks import Blocks, MixedError, follow, gives_sizes
 from lightning_osdp.profiler.machine.memory import raise_if_fatal
@@ -24,9 +25,14 @@ class _Made(NamedTuple):
 
 
 class Attention:
-    """Follows outputs of operators through functions that do the same to each of their parts."""
+    """Follows outputs of operators through functions that do the same to each of their parts.
 
-    def __init__(self) -> None:
+    Args:
+        num_parts: number of tensors that an output has beside each other: queries, keys and values, or one of them.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
         self._made = WeakIdKeyDictionary()  # tensor -> `_Made`
         self._of: dict[int | None, frozenset[int]] = {}  # key of a storage -> segments
         self._takers: dict[int, set[int | None]] = {}
@@ -36,13 +42,16 @@ class Attention:
     def give(self, segment: int, output: Tensor) -> None:
         """Takes the output of the operator of a segment."""
         self._takers[segment] = set()
-        self._note(output, _Made(frozenset([segment]), Blocks(-1, output.shape[-1])))
+        number, rest = divmod(output.shape[-1], self._num_parts)
+        if rest == 0:
+            self._note(output, _Made(frozenset([segment]), Blocks(-1, number, self._num_parts)))
 
     def take(self, segment: int, given: Iterable[Tensor], *, may_exchange: bool) -> None:
         """Takes what the operator of a segment is given, whose activations may be exchanged or not."""
         for tensor in given:
             made = self._made.get(tensor)
-            if made is None or not may_exchange or made.blocks.dim != -1:
+            is_heads = made is not None and (made.blocks.dim, made.blocks.num_parts) == (-1, 1)
+            if made is None or not may_exchange or not is_heads:
                 self.look(tensor)
             else:
                 self._add(made.sources, segment)
@@ -84,6 +93,8 @@ class Attention:
 
         None where there is no such operator.
         """
+        if len(projections) * self._num_parts != NUM_PROJECTED:
+            return None
         takers = {taker for segment in projections for taker in self._takers.get(segment, {None})}
         taker = next(iter(takers)) if len(takers) == 1 else None
         if taker is None or self._of_taker[taker].sources != {*projections}:

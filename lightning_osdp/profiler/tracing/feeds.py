@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from lightning_osdp.core.exchange import MOST_COLUMNS
+from lightning_osdp.core.exchange import MOST_COLUMNS, NUM_PROJECTED
 from lightning_osdp.operations.splitting.splitters import SPLITTERS, class_name
 from lightning_osdp.operations.stationary.between import is_of_one_rank
 from lightning_osdp.operations.stationary.elementwise import is_elementwise, is_number_of_all
@@ -46,7 +46,10 @@ class Handed(NamedTuple):
     between; empty where this one follows another of them."""
     attended: int | None = None
     """Number of segments to that of the one operator that takes what attention makes of the outputs of this one and of
-    the two that follow it; None where they are not two, or anything else takes these outputs."""
+    the two that follow it, or of this one alone if it makes queries, keys and values; None where there is no such one,
+    or anything else takes these outputs."""
+    num_projections: int = 0
+    """Number of operators that make queries, keys and values, this one and those that follow it."""
     num_heads: int = 0
     """Number of heads, those of keys if these are fewer."""
 
@@ -66,7 +69,7 @@ class Feeds(TorchDispatchMode):
         """Segment -> segments that its operator's one input has outputs of."""
         self._first_given = WeakIdKeyDictionary()
         """Input -> segment of the first operator that was given it."""
-        self._attention = Attention()
+        self._attention = Attention(1), Attention(NUM_PROJECTED)
         self._of_batch = set[int | None]()
         """Keys of storages of the batch, and of what is made of it."""
         self._has_read_batch = False  # values of it, of which Python may have made anything
@@ -88,7 +91,8 @@ class Feeds(TorchDispatchMode):
         if tensor is not None and tensor.is_floating_point():
             may_exchange = may_exchange and tensor.dim() > 1
         self._input = tensor if may_exchange else None
-        self._attention.take(self.running, given, may_exchange=may_exchange)
+        for attention in self._attention:
+            attention.take(self.running, given, may_exchange=may_exchange)
         for each in given:
             sources = self._of.get(storage_key(each), frozenset())
             self._take(sources, self.running if may_exchange else None)
@@ -104,14 +108,15 @@ class Feeds(TorchDispatchMode):
             self._handed[segment] = Handed(num_bytes, num_bytes if given.requires_grad else 0, output.nbytes)
             self._takers[segment] = set()
             self._note(output, frozenset([segment]))
-            self._attention.give(segment, output)
+            for attention in self._attention:
+                attention.give(segment, output)
         self.running = self._input = None
 
     def end(self, returned: Any) -> None:
         """Ends forward, which has returned this."""
         for tensor in tensors_in(returned):
             self._take(self._of.get(storage_key(tensor), frozenset()), None)
-            self._attention.look(tensor)
+            self._look(tensor)
 
     def by_segment(self) -> Mapping[int, Handed]:
         """Operators' inputs and outputs; without those of which nothing is known, or which have several inputs."""
@@ -120,9 +125,12 @@ class Feeds(TorchDispatchMode):
         for segment, known in self._handed.items():
             others = following.get(segment, ())
             handed = known._replace(columns=others)
-            output = self._attention.output_of([segment, *(segment + each for each in others)])
-            if output is not None and len(others) == 2:
-                handed = handed._replace(attended=output[0] - segment, num_heads=output[1])
+            for attention, projections in zip(self._attention, (others, ()), strict=True):
+                output = attention.output_of([segment, *(segment + each for each in projections)])
+                if output is not None:
+                    attended, num_heads = output[0] - segment, output[1]
+                    num_projections = len(projections) + 1
+                    handed = handed._replace(attended=attended, num_projections=num_projections, num_heads=num_heads)
             taker, fed_by = self._taker(segment)
             feeding = fed_by - {segment}
             if taker is not None and all(self._goes_with(segment, other) for other in feeding) and len(feeding) < 2:
@@ -164,7 +172,7 @@ class Feeds(TorchDispatchMode):
         if is_in_torch_func():
             for tensor in given:
                 self._take(self._of.get(storage_key(_unwrapped(tensor)), frozenset()), None)
-                self._attention.look(_unwrapped(tensor))
+                self._look(_unwrapped(tensor))
             return
         keys = [storage_key(tensor) for tensor in given]
         sources = frozenset[int]().union(*(self._of.get(key, frozenset()) for key in keys))
@@ -173,10 +181,15 @@ class Feeds(TorchDispatchMode):
             if is_of_one_rank(function, result) or not all(map(is_number_of_all, others)):
                 self._take(sources, None)
         if self.running is None and self.num_shown == 0:
-            known = (self._attention.is_followed(each) or isinstance(each, nn.Parameter) for each in given)
-            unknown = {storage_key(tensor) for tensor, is_known in zip(given, known, strict=True) if not is_known}
-            is_alike = not unknown or (not self._has_read_batch and unknown.isdisjoint(self._of_batch))
-            self._attention.see(function, args, kwargs, result, is_alike=is_alike)
+            for attention in self._attention:
+                known = (attention.is_followed(each) or isinstance(each, nn.Parameter) for each in given)
+                unknown = {storage_key(tensor) for tensor, is_known in zip(given, known, strict=True) if not is_known}
+                is_alike = not unknown or (not self._has_read_batch and unknown.isdisjoint(self._of_batch))
+                attention.see(function, args, kwargs, result, is_alike=is_alike)
+
+    def _look(self, tensor: Tensor) -> None:
+        for attention in self._attention:
+            attention.look(tensor)
 
     def add_batch(self, batch: Any) -> None:
         """Takes the batch, which may have other values on each rank."""
@@ -194,7 +207,7 @@ class Feeds(TorchDispatchMode):
             self._note_of_batch(tensor)
         self._has_read_batch |= is_of_batch and function.overloadpacket.__name__ == "_local_scalar_dense"
         for tensor in given if self.running is None and not self.num_shown else ():
-            self._attention.look(tensor)
+            self._look(tensor)
         if self.running is not None or function.namespace == "prim":
             return returned
         if sources:

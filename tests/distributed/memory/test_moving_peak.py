@@ -57,8 +57,11 @@ SHARED = {
         ("attention", tuple(f"blocks.{index}.1.{name}" for name in ("query", "key", "value", "output")))
         for index in range(2)
     ],
+    "wide_attending_of_one": [
+        ("attention", tuple(f"blocks.{index}.1.{name}" for name in ("qkv", "output"))) for index in range(2)
+    ],
 }
-"""Exchanges of models in which three operators take one input."""
+"""Exchanges of models in which three operators take one input, or one makes what three do."""
 
 
 @pytest.mark.parametrize("name", SHARED)

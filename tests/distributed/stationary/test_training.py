@@ -145,6 +145,34 @@ def test_training_of_attention_by_heads_equals_ddp(ranks, world_size, kind, mode
             assert each["ddp"] < (1e-7 if "norm" in name else 1e-9), name
 
 
+class ByHeads(GPT):
+    """One operator makes queries, keys and values."""
+
+
+EXCHANGES[ByHeads] = [
+    *(("attention", (f"blocks.{index}.qkv", f"blocks.{index}.proj")) for index in range(2)),
+    ("pair", ("blocks.0.fc", "blocks.0.out")),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "mode", "names"),
+    [
+        (2, "mixed", STATIONARY, ["adamw", "recomputed", *TWO]),
+        (4, "mixed", STATIONARY, ["adamw"]),
+        slow(4, "mixed", STATIONARY, ["value", "accumulated", "offloaded", *TWO]),
+        slow(4, "nodes", NODE_STATIONARY, ["adamw", *TWO]),
+    ],
+)
+def test_training_of_one_operator_of_queries_keys_and_values_equals_ddp(ranks, world_size, kind, mode, names):
+    for found in ranks(world_size).run(cases, names=names, make=ByHeads, kind=kind, mode=mode):
+        for name, each in found.items():
+            assert each["stationary"] == 2 * (1 + 3 + 1) + 2, name  # with three slices each
+            assert each["plan"], name
+            assert each["moved"] > 1e-4, name
+            assert each["ddp"] < (1e-7 if "norm" in name else 1e-9), name
+
+
 class OfTransformers(GPT):
     """A decoder of transformers, with two heads of keys and values for four of queries."""
 

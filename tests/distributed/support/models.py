@@ -216,6 +216,19 @@ class Heads(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
+class HeadsOfOne(nn.Module):
+    """Attention whose queries, keys and values one operator makes."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.qkv, self.output = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
 class Attending(GPT):
     """minGPT in small whose blocks are attention by itself."""
 
@@ -229,5 +242,11 @@ class WideAttending(Attending):
         super().__init__(optimizer, width=96, length=16, vocabulary=200)
 
 
-MODELS |= {"wide_attending": WideAttending}
+class WideAttendingOfOne(GPT):
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer, width=96, layers=2, length=16, vocabulary=200)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(96), HeadsOfOne(96, 8)) for _ in range(2)])
+
+
+MODELS |= {"wide_attending": WideAttending, "wide_attending_of_one": WideAttendingOfOne}
 MODELS |= {"wide_mlp": WideMLP, "wide_gpt": WideGPT, "wide_gated": WideGated, "wide_attention": WideAttention}

@@ -19,11 +19,11 @@ WIDTH = HEADS * SIZE
 class Following(TorchFunctionMode):
     """Follows blocks of these tensors through functions."""
 
-    def __init__(self, *tensors, number=None):
+    def __init__(self, *tensors, number=None, num_parts=1):
         super().__init__()
         self.known = WeakIdKeyDictionary()
         for tensor in tensors:
-            self.known[tensor] = Blocks(-1, number or tensor.shape[-1])
+            self.known[tensor] = Blocks(-1, number or tensor.shape[-1] // num_parts, num_parts)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -136,6 +136,49 @@ def test_fewer_blocks_are_blocks_too(name):
     with Following(*given, number=2) as following:
         result = (ATTENTIONS | GROUPED)[name](*given)
     assert following.known[result] == Blocks(-1, 2)
+
+
+TOGETHER = {
+    "split": lambda x: merged(sdpa(*(by_head(part) for part in x.split(WIDTH, dim=2)))),
+    "chunks": lambda x: merged(by_hand(*(by_head(part) for part in torch.chunk(x, 3, -1)))),
+    "slices": lambda x: merged(sdpa(by_head(x[..., :WIDTH]), *map(by_head, x[..., WIDTH:].chunk(2, -1)))),
+    "a dimension": lambda x: merged(sdpa(*x.reshape(SAMPLES, LENGTH, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4).unbind(0))),
+    "indices": lambda x: merged(
+        sdpa(*(x.view(SAMPLES, LENGTH, 3, HEADS, SIZE)[:, :, i].mT.mT.transpose(1, 2) for i in range(3)))
+    ),
+    "heads of all": lambda x: merged(sdpa(*x.view(SAMPLES, LENGTH, 3 * HEADS, SIZE).transpose(1, 2).split(HEADS, 1))),
+    "by itself": lambda x: merged(sdpa(*(by_head(part) for part in (x * 2.0).clone().tensor_split(3, -1)))),
+}
+
+
+@pytest.mark.parametrize("number", [HEADS, 2])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_queries_keys_and_values_of_one_operator_have_blocks_each(name, number):
+    (x,) = inputs(3 * WIDTH)
+    with Following(x, number=number if number == 2 else None, num_parts=3) as following:
+        result = TOGETHER[name](x)
+    assert following.known[result] == Blocks(-1, number)
+    order = [*range(1, number), 0]
+    found = TOGETHER[name](torch.cat([in_another_order(part, number, order) for part in x.chunk(3, -1)], -1))
+    torch.testing.assert_close(found, in_another_order(result, number, order))
+
+
+APART = {
+    "halves": lambda x: x.chunk(2, -1),
+    "a part of queries": lambda x: x[..., : WIDTH // 2],
+    "from keys to values": lambda x: x[..., WIDTH // 2 : WIDTH + WIDTH // 2],
+    "heads before parts": lambda x: x.view(SAMPLES, LENGTH, HEADS, 3 * SIZE),
+    "parts that are cut": lambda x: x.view(SAMPLES, LENGTH, 2, -1),
+    "as one": lambda x: x.view(SAMPLES, LENGTH, 3, WIDTH).flatten(2) if HEADS > 1 else x.sum(),
+    "with one of them": lambda x: x.chunk(3, -1)[0] + x.view(SAMPLES, LENGTH, 3, WIDTH)[:, :, 0, :1],
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_parts_that_are_cut_or_joined_otherwise_are_refused(name):
+    (x,) = inputs(3 * WIDTH)
+    with pytest.raises(MixedError), Following(x, number=HEADS, num_parts=3):
+        APART[name](x)
 
 
 OTHERS = {

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -98,10 +99,67 @@ def test_attributes_of_parameters_stay_and_frozen_ones_stay_frozen(one_rank):
 
 def test_whole_modules_have_their_class_within_the_context(one_rank):
     model = changed(Model())
-    with as_whole(model.up):
+    with as_whole(model.up, whole_of, None):
         assert type(model.up) is nn.Linear
         assert vars(model.up).keys() == vars(nn.Linear(1, 1)).keys()
+        assert isinstance(model.up.weight, nn.Parameter)
+        assert not isinstance(model.up.weight, DTensor)
     assert is_stationary(model.up)
+    assert isinstance(model.up.weight, DTensor)
+
+
+def whole_of(part):
+    return nn.Parameter(part.full_tensor().detach().clone())
+
+
+class OfOne(nn.Module):
+    """Attention whose queries, keys and values one operator makes."""
+
+    def __init__(self, kind=nn.Linear, *, bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(5, 12, bias=bias) if kind is nn.Linear else kind(12, 5)
+        self.out = nn.Linear(4, 5)
+
+    def forward(self, x):
+        query, key, value = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.qkv(x).split(4, dim=2))
+        return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+OF_ONE = {"attention": ("qkv", "out")}
+
+
+@pytest.mark.parametrize("make", [OfOne, partial(OfOne, bias=False), partial(OfOne, "Conv1D")])
+def test_one_operator_of_queries_keys_and_values_has_its_names_and_results(one_rank, make):
+    if "Conv1D" in getattr(make, "args", ()):
+        make = partial(OfOne, pytest.importorskip("transformers.pytorch_utils").Conv1D)
+    whole, x = make(), torch.randn(2, 3, 5)
+    model = changed(copy.deepcopy(whole), OF_ONE)
+    assert model.state_dict().keys() == whole.state_dict().keys()
+    assert model.qkv.weight.shape == whole.qkv.weight.shape
+    assert torch.allclose(model(x), whole(x))
+    for each in (model, whole):
+        each(x).square().sum().backward()
+    found = torch.cat([part.weight.grad.full_tensor() for part in model.qkv.slices], model.qkv.cuts_along["weight"])
+    assert torch.allclose(found, whole.qkv.weight.grad, atol=1e-6)
+    with as_whole(model.qkv, whole_of, lambda part, values: part.detach().to_local().copy_(values)):
+        assert type(model.qkv) is type(whole.qkv)
+        assert [*dict(model.named_parameters())] == [*dict(whole.named_parameters())]
+        assert torch.equal(model.qkv.weight, whole.qkv.weight)
+        assert torch.equal(model.qkv(x), whole.qkv(x))
+        model.qkv.weight.data.mul_(2)
+    assert is_stationary(model.qkv)
+    whole.qkv.weight.data.mul_(2)
+    assert torch.equal(model.state_dict()["qkv.weight"].full_tensor(), whole.qkv.weight)
+    assert torch.allclose(model(x), whole(x))
+
+
+def test_one_operator_that_makes_other_numbers_of_features_is_refused():
+    model = OfOne()
+    model.qkv = nn.Linear(5, 13)
+    assert refusal(model, *OF_ONE, OF_ONE["attention"]) == (
+        "'qkv' does not make as many features of queries, keys and values"
+    )
 
 
 def test_the_second_of_a_pair_takes_only_what_the_first_has_made(one_rank):

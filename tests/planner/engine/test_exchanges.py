@@ -29,9 +29,10 @@ FLOAT = 4
 def exchange(kind, operators=("first",), inputs=INPUTS, outputs=OUTPUTS, **fields):
     size = {"input": inputs, "input_gradient": inputs, "output": outputs}
     bytes_of = {f"{name}_bytes": Affine(0.0, FLOAT * ROWS * features) for name, features in size.items()}
-    num_columns = {"column": len(operators), "attention": 3}.get(kind, 1)
-    of_columns = (bytes_of["output_bytes"],) * num_columns if num_columns > 1 else ()
-    others = {"saved_bytes": bytes_of["input_bytes"], "outputs": of_columns, "num_heads": 4 * (kind == "attention")}
+    num_columns = {"column": len(operators) if len(operators) > 1 else 0, "attention": len(operators) - 1}.get(kind, 0)
+    others = {"saved_bytes": bytes_of["input_bytes"], "outputs": (bytes_of["output_bytes"],) * num_columns}
+    if kind == "attention":
+        others |= {"num_heads": 4, "saved_again": (Affine(),) * num_columns}
     return Exchange(kind, operators, **bytes_of | others | fields)
 
 
@@ -53,7 +54,8 @@ def test_a_rank_sends_what_the_closed_forms_of_each_kind_say(num_ranks, samples)
     of_three = sent("column", samples, num_ranks, ("q", "k", "v"))
     assert of_three == pytest.approx(others * (i + 3 * o / num_ranks))
     assert sent("pair", samples, num_ranks) == pytest.approx(others * (i + o))
-    assert sent("attention", samples, num_ranks) == pytest.approx(others * (i + o))
+    for names in (("qkv", "o"), ("q", "k", "v", "o")):
+        assert sent("attention", samples, num_ranks, names) == pytest.approx(others * (i + o))
     indices = {"input_bytes": Affine(0.0, 8.0 * ROWS), "input_gradient_bytes": Affine()}
     of_indices = (num_ranks - 1) * rows * 8
     assert sent("embedding", samples, num_ranks, **indices) == pytest.approx(others * o / num_ranks + of_indices)
@@ -68,7 +70,7 @@ def test_kinds_are_known_and_have_their_number_of_operators(kind, operators):
         Exchange(kind, operators)
     assert str(caught.value) == (
         f"Expected an exchange of one of {KINDS} with one operator, up to three columns of one input, two or three"
-        f" operators for a pair, or four for attention, got {kind!r} with {operators}."
+        f" operators for a pair, or two or four for attention, got {kind!r} with {operators}."
     )
 
 
@@ -369,7 +371,7 @@ def test_two_operators_that_feed_a_third_hold_one_gathered_input_and_add_up_its_
 def test_attention_holds_one_gathered_input_and_copies_in_the_order_of_heads(model, operator):
     names, i = ("q", "k", "v", "o"), Affine(0.0, 104.0)
     operators = [operator(name, 4000, activation_bytes_per_sample=96) for name in names]
-    of_all = exchange("attention", names, fed_bytes=i, num_heads=8, saved_again=(Affine(),) * 3)
+    of_all = exchange("attention", names, fed_bytes=i, num_heads=8)
     profile = model(*operators, exchanges=(of_all,))
     units = grouped(profile, {"": [], "q": names}, {"q": names})
     found = Step(profile=profile, units=units, cluster=cluster(), workload=Workload(micro_batch_size=100))
@@ -381,12 +383,33 @@ def test_attention_holds_one_gathered_input_and_copies_in_the_order_of_heads(mod
         return [getattr(each, name).at(100) - getattr(other, name).at(100) for each, other in pairs]
 
     assert beside("saved_bytes") == [3 * x, 0, 0, fed, 0]
-    assert beside("forward_workspace_bytes") == [x + y, x + y, x + y, x + fed + 2 * 4 * y, 0]
+    assert beside("forward_workspace_bytes") == [x + y, x + y, x + y, x + 2 * 4 * y, 0]
     assert beside("backward_workspace_bytes") == [2 * 4 * x, 2 * 4 * x, 4 * x, 4 * y, 0]
     kinds = [event.kind for event in FSDP2().events_of(found, (DP, STATIONARY))[0] if event.of == 1]
     assert [kind for kind in kinds if kind in EXCHANGES] == [*EXCHANGES]
     seconds = collectives_s(units[1], STATIONARY, cluster=found.cluster, workload=found.workload)
     assert all(each_s > 0 for each_s in seconds.values())
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_attention_of_one_operator_copies_parts_of_its_gradient(model, operator, is_copied):
+    """Where only the last operator saves what it takes, it is given a copy, and saves another one."""
+    names, i = ("qkv", "o"), Affine(0.0, 104.0)
+    operators = [operator(name, 4000, activation_bytes_per_sample=200) for name in names]
+    of_all = exchange("attention", names, fed_bytes=i, saved_again=(i if is_copied else Affine(),))
+    profile = model(*operators, exchanges=(of_all,))
+    units = grouped(profile, {"": [], "qkv": names}, {"qkv": names})
+    found = Step(profile=profile, units=units, cluster=cluster(), workload=Workload(micro_batch_size=100))
+    segments, before = (in_modes(found, (DP, mode)).profile.segments for mode in (STATIONARY, ZDP))
+    x, y, fed, g = 96 * 100, 144 * 100, 104 * 100, 4000 / 4
+
+    def beside(name):
+        pairs = zip(segments, before, strict=True)
+        return [getattr(each, name).at(100) - getattr(other, name).at(100) for each, other in pairs]
+
+    assert beside("saved_bytes") == [3 * x, 0 if is_copied else fed, 0]
+    assert beside("forward_workspace_bytes") == [x + y, x + is_copied * fed + 2 * 4 * y, 0]
+    assert beside("backward_workspace_bytes") == [max(y - x, 7 * x - y / 3 + g), 4 * y, 0]
 
 
 @pytest.mark.parametrize(("num_heads", "may_move"), [(8, True), (4, True), (6, False), (2, False)])

@@ -512,6 +512,43 @@ def test_attention_is_found_with_the_number_of_heads_that_ranks_can_share(groups
     assert [found.divides_over(number) for number in (2, 3, 4)] == [True, False, groups == 4]
 
 
+class AttentionOfOne(nn.Module):
+    """Attention whose queries, keys and values one operator makes."""
+
+    def __init__(self, cut):
+        super().__init__()
+        self.cut, self.qkv, self.output = cut, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.output(causal(*self.cut(self.qkv(x)), x).transpose(1, 2).flatten(2))
+
+
+def of_three(x):
+    return x.unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+
+
+CUTS = {
+    "split": (lambda x: [part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in x.split(WIDTH, -1)], HEADS),
+    "unbound": (lambda x: of_three(x).unbind(0), HEADS),
+    "by head": (lambda x: x.unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(3, -1), 0),
+    "in another order": (lambda x: of_three(x.flip(-1)), 0),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_attention_is_found_where_one_operator_makes_queries_keys_and_values(name):
+    cut, num_heads = CUTS[name]
+    batch, modules = torch.randn(2, LENGTH, WIDTH), {"attention": AttentionOfOne(cut)}
+    exchanges = profiled(lambda m, x: m.attention(x * 1).sum(), modules, batch).exchanges
+    found = [each for each in exchanges if each.kind == "attention"]
+    assert [each.num_heads for each in found] == [num_heads] * bool(num_heads)
+    for each in found:
+        assert each.operators == ("attention.qkv", "attention.output")
+        row = Affine(0.0, 4.0 * LENGTH * WIDTH)
+        assert each.outputs == (row * 3,)
+        assert each.input_bytes == each.output_bytes == each.fed_bytes == row
+
+
 def with_mask_of_batch(query, key, value, x):
     mask = (x.mean(-1) > 0)[:, None, None, :]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -616,7 +653,8 @@ def test_attention_of_two_inputs_moves_by_its_operators():
 
 
 @pytest.mark.parametrize(
-    ("name", "num_heads"), [("LlamaForCausalLM", 2), ("Qwen3ForCausalLM", 2), ("BertForMaskedLM", 4), ("T5", 0)]
+    ("name", "num_heads"),
+    [("LlamaForCausalLM", 2), ("Qwen3ForCausalLM", 2), ("BertForMaskedLM", 4), ("GPT2LMHeadModel", 4), ("T5", 0)],
 )
 def test_attention_of_transformers_is_found(name, num_heads):
     transformers = pytest.importorskip("transformers")
