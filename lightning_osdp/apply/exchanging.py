@@ -17,7 +17,7 @@ from lightning_osdp.apply.units import Meshes, ShardedUnit, policy_of
 from lightning_osdp.core.exchange import FED_KINDS
 from lightning_osdp.core.plans.parts import Unit
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.operations.stationary import Ranks, WaitingOutputs, as_whole, make_stationary
+from lightning_osdp.operations.stationary import Ranks, WaitingOutputs, as_whole, is_stationary, make_stationary
 from lightning_osdp.planner.engine import effects_of
 
 
@@ -85,7 +85,7 @@ class ExchangingUnits:
         for parameter in self.parameters:
             dtensors.mark_shard(parameter)
         for operator in self._operators:
-            for module in operator.modules():  # the operator itself, and slices of it
+            for module in filter(is_stationary, operator.modules()):  # the operator itself, and slices of it
                 sharding.keep_attributes(module)
                 sharding.refuse_copies(module)
 

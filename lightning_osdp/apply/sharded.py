@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
@@ -49,6 +50,7 @@ from lightning_osdp.core.plans.parts import Block
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.operations.optimizers import is_elementwise
 from lightning_osdp.operations.splitting import cuts_of, join_names
 from lightning_osdp.planner.engine import DEFAULT, check_change, effects_of, engine_of
 
@@ -562,8 +564,21 @@ class ShardedModel:
         return [join_names(names, cuts) for names in state.names_by_group(self.module, optimizer)]
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raises a `ConfigurationError` if one of these cannot update the shards, or the host cannot as planned."""
+        """Raises a `ConfigurationError` if one of these cannot update the shards, or the host cannot as planned.
+
+        Warns of one that may look at whole parameters, where operators are cut into several.
+        """
+        cut = {piece for cut in cuts_of(self.module) for piece in cut.pieces if len(cut.pieces) > 1}
+        pieces = {parameter for name, parameter in self.module.named_parameters() if name in cut}
         for optimizer in optimizers:
+            of_groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            if not (is_elementwise(optimizer) or pieces.isdisjoint(of_groups)):
+                rank_zero_warn(
+                    f"OSDP: the plan cuts operators into slices that {type(optimizer).__name__} updates one by one. If"
+                    " it looks at whole parameters, as at their norms, it takes other steps than under DDP: plan anew"
+                    " with SearchSpace(slices=(1,)), without 'stationary' where one operator makes queries, keys and"
+                    " values."
+                )
             self.host.check(optimizer)
             try_optimizer(optimizer)
 

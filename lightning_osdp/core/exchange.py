@@ -97,6 +97,11 @@ class Exchange:
         return self.kind == "column" and len(self.operators) > 1
 
     @property
+    def cuts_parameters(self) -> bool:
+        """True if one operator makes queries, keys and values, whose weights are then parameters of their own."""
+        return self.kind == "attention" and len(self.operators) == 2
+
+    @property
     def gathers_inputs(self) -> bool:
         """True if each rank gets all features of all inputs; else its own features of these."""
         return self.kind != "row"

@@ -2,6 +2,8 @@
 
 import pytest
 
+from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ConfigurationError
@@ -36,9 +38,23 @@ def test_replicated_units_are_offered_unasked_where_a_plain_step_trains_little(m
     # gradients are reduced in two bytes of four: what is trained is told by its bytes at rest
     profile = model(*frozen, operator("adapter", 40, gradient_bytes=20), **fields)
     assert ("replicated" in SearchSpace().unasked(profile).offered_modes) == is_offered
-    named = SearchSpace(modes=("ZDP", "DP"))
+    named = SearchSpace(modes=("ZDP", "DP"), slices=(1, 2))
     assert named.unasked(profile) == named
     assert bare_plan().offered(profile).offered_modes == SearchSpace().unasked(profile).offered_modes
+
+
+@pytest.mark.parametrize("is_elementwise", [True, False])
+def test_optimizers_that_may_look_at_whole_parameters_get_them_unless_slices_are_named(model, operator, is_elementwise):
+    exchanges = tuple(
+        Exchange("attention", names, outputs=(Affine(),) * (len(names) - 1), num_heads=4)
+        for names in (("qkv", "out"), ("q", "k", "v", "o"))
+    )
+    operators = [operator(name, 40) for name in ("qkv", "out", "q", "k", "v", "o")]
+    profile = model(*operators, exchanges=exchanges, optimizer=OptimizerProfile(is_elementwise=is_elementwise))
+    assert SearchSpace().unasked(profile).slices == ((1, 2, 4, 8, 16) if is_elementwise else (1,))
+    assert SearchSpace(slices=(1, 3)).unasked(profile).slices == (1, 3)
+    assert SearchSpace(modes=("ZDP", "stationary")).of(profile).exchanges == exchanges[not is_elementwise :]
+    assert SearchSpace().of(profile).exchanges == ()
 
 
 @pytest.mark.parametrize("modes", [(), ("ZDP", "DDP"), ("zdp",)])

@@ -24,6 +24,7 @@ _BY_DEFAULT = tuple(name for name, mode in NAMED_MODES.items() if "moves" not in
 
 MOST_TRAINED = 0.1
 """Share of the parameters' bytes that is trained, at most, where ``replicated`` is offered unasked: as of adapters."""
+_SLICES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,10 @@ class SearchSpace:
     """Places of a unit's shard between steps. ``host``, which is offered only where it is named, has shards of units
     there of which nothing is trained, or all with states there, and copies them to the device before each all-gather:
     beside ``device`` where they do not fit else, alone wherever the shard of a unit may be there."""
-    slices: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""
+    slices: tuple[int, ...] = _SLICES
+    """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none. The
+    default is for torch's elementwise optimizers: others, which may look at whole parameters, get it where other
+    numbers are named."""
     activations: tuple[str, ...] = DEFAULT_ACTIVATIONS
     """Choices of a block for the tensors that it saves for backward; ``keep`` is always among them. ``offload`` and
     ``recompute_offload`` are for devices with memory of their own; ``selective`` recomputes all but results of some
@@ -115,7 +118,12 @@ class SearchSpace:
         return modes_of(self.offered_modes, self.sync, self.states, self.shards)
 
     def unasked(self, profile: ModelProfile) -> SearchSpace:
-        """These limits, with ``replicated`` where nobody has named modes and a plain step trains little of a model."""
+        """These limits, with ``replicated`` where nobody has named modes and a plain step trains little of a model.
+
+        Operators stay whole for optimizers that may look at whole parameters, unless numbers of slices are named.
+        """
+        if self.slices == _SLICES and not profile.optimizer.is_elementwise:
+            return replace(self, slices=(1,)).unasked(profile)
         trained_bytes = sum(operator.trainable_bytes for operator in profile)
         is_little = 0 < trained_bytes <= MOST_TRAINED * sum(operator.parameter_bytes for operator in profile)
         return self.offering("replicated") if self.modes is None and profile.is_plain and is_little else self
@@ -136,8 +144,13 @@ class SearchSpace:
         return any("moves" in NAMED_MODES[name] for name in self.offered_modes)
 
     def of(self, profile: ModelProfile) -> ModelProfile:
-        """The profile as far as these limits let it be used: without exchanges where activations are not to move."""
-        return profile if self.may_move or not profile.exchanges else replace(profile, exchanges=())
+        """The profile as far as these limits let it be used: without exchanges where activations are not to move.
+
+        Nor are there exchanges that cut parameters of which an optimizer may look at more than single elements.
+        """
+        may_cut = profile.optimizer.is_elementwise
+        kept = tuple(each for each in profile.exchanges if self.may_move and (may_cut or not each.cuts_parameters))
+        return profile if len(kept) == len(profile.exchanges) else replace(profile, exchanges=kept)
 
 
 def _members(value: object) -> Collection[object]:

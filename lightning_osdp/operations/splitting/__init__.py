@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_osdp.operations.splitting.module import (
+    Cut,
     SplitModule,
     cut_states,
     cuts_of,
@@ -25,6 +26,7 @@ from lightning_osdp.operations.splitting.splitters import (
 
 __all__ = [
     "BY_OUTPUTS",
+    "Cut",
     "JoinedShards",
     "SplitModule",
     "class_name",

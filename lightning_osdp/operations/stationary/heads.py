@@ -57,7 +57,7 @@ class Heads(Between):
         """This rank's features of the rows of all ranks, (rows of all ranks, features), where blocks are of features.
 
         Raises:
-            ConfigurationError: they are along another dimension.
+            ConfigurationError: they are along another dimension, or of queries, keys and values together.
         """
         num_ranks, values = len(self.call.rows), self.plain()
         if (self.blocks.dim, self.blocks.num_parts) != (-1, 1):

@@ -1,7 +1,8 @@
 """Operators that move activations instead of weights: modules of users that change their class in place.
 
-Names, attributes and parameters' names stay. Parameters are DTensors, cut over ranks as ``fully_shard`` cuts them: in
-rows or, where a kind needs it, in columns.
+Names and attributes stay, and names of parameters, but for an operator that makes queries, keys and values: it is cut
+into slices, as a split one is. Parameters are DTensors, cut over ranks as ``fully_shard`` cuts them: in rows or, where a
+kind needs it, in columns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from typing_extensions import Self, override
 
 from lightning_osdp.core.exchange import FED_KINDS, MOST_COLUMNS, NUM_PROJECTED, numbers_of_operators
 from lightning_osdp.errors import ConfigurationError, RanksApartError
-from lightning_osdp.operations.splitting import BY_OUTPUTS, SplitModule, class_name, inside_compiled, parameter_like
+from lightning_osdp.operations.splitting import (
+    BY_OUTPUTS,
+    Cut,
+    SplitModule,
+    class_name,
+    inside_compiled,
+    parameter_like,
+)
 from lightning_osdp.operations.stationary.between import Pair
 from lightning_osdp.operations.stationary.exchanges import (
     MOVE_WEIGHTS,
@@ -356,8 +364,8 @@ def _projected(parts: Sequence[_Projection], x: Tensor) -> Tensor:
     pair = first._osdp_stationary.pair
     assert pair is not None
     gathered, call = first._gathered_for(pair, x)
-    summed = _Summed(len(parts))
-    features = [part._features_of(summed.taken(gathered)) for part in parts]
+    taken = _Summed(len(parts)).taken if len(parts) > 1 else lambda x: x
+    features = [part._features_of(taken(gathered)) for part in parts]
     pair.by_itself = None if call.are_alike and len(gathered) and len(call.rows) > 1 else call
     if pair.by_itself is None:
         return Heads.from_rows(features, pair, call, lead)
@@ -557,8 +565,10 @@ def _refusal_together(kind: str, operators: Sequence[str], modules: Sequence[nn.
     weights: list[Any] = [module._parameters["weight"] for module in modules]
     dims = [_OUT_DIMS.get(class_name(type(module)), 0) for module in modules]
     taken = [weight.shape[1 - dim] for weight, dim in zip(weights, dims, strict=True)]
-    if kind == "attention" and len(modules) == 2 and weights[0].shape[dims[0]] % NUM_PROJECTED:
-        return f"{operators[0]!r} does not make as many features of queries, keys and values"
+    if kind == "attention" and len(modules) == 2:
+        made = weights[0].shape[dims[0]]
+        if made % NUM_PROJECTED or made != getattr(modules[0], BY_OUTPUTS[class_name(type(modules[0]))].features):
+            return f"{operators[0]!r} does not make as many features of queries, keys and values"
     if len({*modules}) < len(modules):
         return f"{list(operators)} are not modules of their own"
     of_one_input = {"column": taken, "attention": taken[:-1]}.get(kind, ())
@@ -663,26 +673,22 @@ def as_whole(
         whole_of: gives the whole parameter of a part that this rank has; all ranks call it.
         write: takes at the end such a part, and its values in whole ones; not called after an error.
     """
-    kind, state, parts, inside = type(module), vars(module).pop(_STATE), {**module._parameters}, {**module._modules}
+    kind, state, parts, inside = type(module), vars(module)[_STATE], {**module._parameters}, {**module._modules}
     cuts = {cut.whole: cut for cut in module.cuts()} if isinstance(module, SplitModule) else {}
+    names = module._whole_shapes if isinstance(module, SplitModule) else parts  # with those that are left out
     pieces: dict[str, list[Any]] = {name: [part] for name, part in parts.items() if part is not None}
     pieces |= {name: [module.get_parameter(piece) for piece in cut.pieces] for name, cut in cuts.items()}
-    if isinstance(module, SplitModule):
-        module._parameters.update(dict.fromkeys(module._whole_shapes))  # with those that are left out
+    wholes = {name: _joined([*map(whole_of, own)], cuts.get(name)) for name, own in pieces.items()}
     module._modules.clear()
-    for name, own in pieces.items():
-        first, *others = map(whole_of, own)
-        joined = first
-        if others:
-            joined = parameter_like(cuts[name].join([each.detach() for each in (first, *others)]), first)
-        module._parameters[name] = joined
+    module._parameters.clear()
+    module._parameters.update({name: wholes.get(name) for name in names})
+    del vars(module)[_STATE]
     module.__class__ = state.whole_type
     try:
         yield
         for name, own in pieces.items() if write else ():
-            whole: Any = module._parameters[name]
-            of_pieces = cuts[name].cut(whole.detach()) if name in cuts else [whole.detach()]
-            for each in zip(own, of_pieces, strict=True):
+            whole = wholes[name].detach()
+            for each in zip(own, cuts[name].cut(whole) if name in cuts else [whole], strict=True):
                 write(*each)  # type: ignore[misc]
     finally:
         module.__class__ = kind
@@ -690,6 +696,11 @@ def as_whole(
         module._modules.update(inside)
         module._parameters.clear()
         module._parameters.update(parts)
+
+
+def _joined(wholes: Sequence[nn.Parameter], cut: Cut | None) -> nn.Parameter:
+    """Parameter of an operator, of those of its slices; itself where there are none."""
+    return wholes[0] if cut is None else parameter_like(cut.join([each.detach() for each in wholes]), wholes[0])
 
 
 def _cut(parameter: nn.Parameter, ranks: Ranks, dim: int) -> nn.Parameter:

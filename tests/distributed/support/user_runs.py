@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 from lightning_osdp.errors import OSDPError
+from lightning_osdp.operations.splitting import JoinedShards
 from tests.distributed.support.fits import EVERYTHING, largest_difference, trainer, without_measuring
 from tests.distributed.support.models import BATCH_SIZE, Base, OddMLP
 
@@ -85,7 +86,10 @@ def fitted(strategy, module, *, dtype="float64", ckpt_path=None, **options):
     loader = module.loader(dist.get_rank(), dist.get_world_size())
     fit.fit(module, loader, DataLoader(module.dataset(), batch_size=16), ckpt_path=ckpt_path)
     weights = fit.strategy.lightning_module_state_dict()
-    state = {name: value.detach().clone() for name, value in sorted(weights.items())}
+    wholes = {
+        name: value.full_tensor() if isinstance(value, JoinedShards) else value for name, value in weights.items()
+    }
+    state = {name: value.detach().clone() for name, value in sorted(wholes.items())}
     return state, module.losses, fit
 
 
