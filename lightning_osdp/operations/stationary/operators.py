@@ -1,8 +1,8 @@
 """Operators that move activations instead of weights: modules of users that change their class in place.
 
 Names and attributes stay, and names of parameters, but for an operator that makes queries, keys and values: it is cut
-into slices, as a split one is. Parameters are DTensors, cut over ranks as ``fully_shard`` cuts them: in rows or, where a
-kind needs it, in columns.
+into slices, as a split one is. Parameters are DTensors, cut over ranks as ``fully_shard`` cuts them: in rows or, where
+a kind needs it, in columns.
 """
 
 from __future__ import annotations
