@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -35,9 +36,10 @@ TRACED_STEPS = 5
 _FIRST_STEPS = 7
 
 
-def steady(step: int) -> ProfilerAction:
-    """Action of the profiler in a step: none before live bytes have been counted."""
-    action: ProfilerAction = schedule(skip_first=_FIRST_STEPS, wait=0, warmup=1, active=TRACED_STEPS, repeat=1)(step)
+def steady(step: int, *, num_micro_batches: int) -> ProfilerAction:
+    """Action of the profiler in a micro-batch: none before live bytes have been counted."""
+    first, traced = _FIRST_STEPS * num_micro_batches, TRACED_STEPS * num_micro_batches
+    action: ProfilerAction = schedule(skip_first=first, wait=0, warmup=1, active=traced, repeat=1)(step)
     return action
 
 
@@ -81,16 +83,17 @@ def main(folder: Path = Path("runs/traces"), picture: Path | None = PICTURES / "
         ModelProfile.load(folder / "osdp_profile.json"),
         Cluster.load(folder / "osdp_cluster.json"),
     )
-    predicted = chrome_trace(*inputs)
+    predicted, number = chrome_trace(*inputs), inputs[0].num_micro_batches
     (folder / "predicted.json").write_text(json.dumps(predicted), encoding="utf-8")
-    profiler = PyTorchProfiler(dirpath=folder, filename="traced", schedule=steady)
+    profiler = PyTorchProfiler(dirpath=folder, filename="traced", schedule=partial(steady, num_micro_batches=number))
     fit(folder, max_steps=_FIRST_STEPS + TRACED_STEPS + 3, plan=folder / "osdp_plan.json", profiler=profiler)
     (path,) = folder.glob("*-0-*.pt.trace.json")
-    step, real = predicted_step(predicted), real_steps(json.loads(path.read_text(encoding="utf-8")))
+    traced = json.loads(path.read_text(encoding="utf-8"))
+    step, real = predicted_step(predicted), real_steps(traced, num_micro_batches=number)
     console = wide_console()
     console.print(table(step, real))
     same = all(each.collectives == step.collectives for each in real)
-    console.print(f"{len(step.collectives)} collectives, in the {'same' if same else 'ANOTHER'} order; {path}")
+    console.print(f"{len(step.collectives)} collectives, in {'the same' if same else 'ANOTHER'} order; {path}")
     if picture is not None:
         from benchmarks.pictures.traces import draw
 

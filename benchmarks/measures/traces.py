@@ -88,16 +88,24 @@ def predicted_step(trace: Mapping[str, Any]) -> TracedStep:
     return TracedStep(tuple(sorted(spans, key=lambda span: span.start_s)), trace["otherData"]["step_time_s"])
 
 
-def real_steps(trace: Mapping[str, Any]) -> list[TracedStep]:
+def real_steps(trace: Mapping[str, Any], *, num_micro_batches: int) -> list[TracedStep]:
     """The optimizer steps that ``Trainer(profiler=PyTorchProfiler(...))`` has traced of a rank over gloo."""
     events = sorted(_complete(trace), key=lambda event: event["ts"])
-    steps = [_real_step(event, events) for event in events if event["name"] == _BATCH]
-    # tracing may begin and end within a step
-    return [step for step in steps if {*_RUNS} <= {span.part for span in step.spans}]
+    updates = [event["ts"] for event in events if event["name"].startswith(_STEP)]
+    found, batches = [], list[Mapping[str, Any]]()
+    for batch in (event for event in events if event["name"] == _BATCH):
+        batches.append(batch)
+        if any(batch["ts"] <= start <= batch["ts"] + batch["dur"] for start in updates):
+            # tracing may begin and end within a step
+            if len(batches) == num_micro_batches:
+                found.append(_real_step(batches, events))
+            batches = []
+    return [step for step in found if {*_RUNS} <= {span.part for span in step.spans}]
 
 
-def _real_step(batch: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> TracedStep:
-    begin, end = batch["ts"], batch["ts"] + batch["dur"]
+def _real_step(batches: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> TracedStep:
+    """The step of these micro-batches."""
+    begin, end = batches[0]["ts"], batches[-1]["ts"] + batches[-1]["dur"]
     inside = [event for event in events if begin <= event["ts"] and event["ts"] + event["dur"] <= end]
 
     def spans(part: str, chosen: Iterable[Mapping[str, Any]]) -> list[Span]:
@@ -117,7 +125,7 @@ def _real_step(batch: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
         found_of = spans(_CALLERS[caller], events_of)
         start_s, end_s = min(each.start_s for each in found_of), max(each.end_s for each in found_of)
         found.append(Span(_CALLERS[caller], start_s, end_s, unit))
-    return TracedStep(tuple(found), batch["dur"] * _S)
+    return TracedStep(tuple(found), (end - begin) * _S)
 
 
 def _events_by_call(

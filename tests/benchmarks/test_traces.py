@@ -39,7 +39,7 @@ def real(begin_ms, reduced_ms=5):
 
 def test_a_real_step_is_what_its_trace_says():
     cut = [each for each in real(500) if "backward" not in each["name"]]
-    steps = real_steps({"traceEvents": real(0) + real(250) + cut})
+    steps = real_steps({"traceEvents": real(0) + real(250) + cut}, num_micro_batches=1)
     assert len(steps) == 2
     for step in steps:
         assert {part: step.seconds(part) for part in PARTS} == {
@@ -58,13 +58,22 @@ def test_a_real_step_is_what_its_trace_says():
 
 
 def test_a_reduce_scatter_goes_on_beside_computing():
-    (step,) = real_steps({"traceEvents": real(0, reduced_ms=14)})
+    (step,) = real_steps({"traceEvents": real(0, reduced_ms=14)}, num_micro_batches=1)
     assert step.collectives[-1] == ("reduce-scatter", "model.h.0")
     assert step.seconds("reduce-scatter") == pytest.approx(14 * MS)
     assert step.seconds("runtime of units") == pytest.approx((10 + 8 + 8 - 12 - 7) * MS)
     assert step.seconds("other") == pytest.approx((5 + 5 + 2) * MS)
     beside_ms = 85 - 78  # backward until 80, and the optimizer's step from there
     assert sum(map(step.seconds, PARTS)) == pytest.approx((100 + beside_ms) * MS)
+
+
+def test_a_real_step_has_all_of_its_micro_batches():
+    """Tracing begins with the second one of a step."""
+    begun = [[each for each in real(at) if not each["name"].startswith("Optimizer")] for at in (250, 500)]
+    (step,) = real_steps({"traceEvents": real(0) + begun[0] + real(380) + begun[1]}, num_micro_batches=2)
+    assert step.total_s == pytest.approx((130 + 100) * MS)
+    assert step.seconds("forward") == pytest.approx(2 * 20 * MS)
+    assert len(step.collectives) == 6
 
 
 def test_a_predicted_step_is_what_was_simulated(model, operator, cluster):
@@ -84,7 +93,7 @@ def test_a_predicted_step_is_what_was_simulated(model, operator, cluster):
 
 
 def test_the_table_has_a_row_for_each_part_and_for_all():
-    steps = real_steps({"traceEvents": real(0) + real(250)})
+    steps = real_steps({"traceEvents": real(0) + real(250)}, num_micro_batches=1)
     assert table(steps[0], steps).row_count == len(PARTS) + 1
     assert typical(steps) in steps
 
