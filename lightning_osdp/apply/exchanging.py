@@ -74,13 +74,13 @@ class ExchangingUnits:
             self._operators += modules
         meshes.warm_up_exchanges([unit.treatments[0] for unit in units])
         self.num_units = len(units)
-        self.parameters: list[nn.Parameter] = [p for operator in self._operators for p in operator.parameters()]
         held: list[tuple[str, Any]] = [
             (f"{operator}.{name}", parameter)
             for unit in units
             for operator in unit.operators
             for name, parameter in root.get_submodule(operator).named_parameters()
         ]
+        self.parameters: list[nn.Parameter] = [parameter for _, parameter in held]
         self.in_nodes = [(name, parameter) for name, parameter in held if parameter.device_mesh.ndim > 1]
         for parameter in self.parameters:
             dtensors.mark_shard(parameter)

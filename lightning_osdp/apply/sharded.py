@@ -568,8 +568,8 @@ class ShardedModel:
 
         Warns of one that may look at whole parameters, where operators are cut into several.
         """
-        cut = {piece for cut in cuts_of(self.module) for piece in cut.pieces if len(cut.pieces) > 1}
-        pieces = {parameter for name, parameter in self.module.named_parameters() if name in cut}
+        names = {name for cut in cuts_of(self.module) for name in cut.pieces if len(cut.pieces) > 1}
+        pieces = {parameter for name, parameter in self.module.named_parameters() if name in names}
         for optimizer in optimizers:
             of_groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
             if not (is_elementwise(optimizer) or pieces.isdisjoint(of_groups)):

@@ -38,9 +38,13 @@ NUM_PROJECTED = 3
 
 def numbers_of_operators(kind: str) -> tuple[int, ...]:
     """Numbers of operators that an exchange of this kind may have."""
-    return {"pair": (2, 3), "attention": (2, NUM_PROJECTED + 1), "column": tuple(range(1, MOST_COLUMNS + 1))}.get(
-        kind, (1,)
-    )
+    columns = tuple(range(1, MOST_COLUMNS + 1))
+    return {"pair": (2, 3), "attention": (2, NUM_PROJECTED + 1), "column": columns}.get(kind, (1,))
+
+
+def cuts_parameters(kind: str, num_operators: int) -> bool:
+    """True if one operator makes queries, keys and values, whose weights are then parameters of their own."""
+    return kind == "attention" and num_operators == 2
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,7 @@ class Exchange:
                 f"Expected a number of heads of attention, and of nothing else, got {self.num_heads} for a"
                 f" {self.kind!r} with {self.operators}. Profile the model again."
             )
-        num_outputs = len(self.operators) if self.is_shared else 0
-        num_outputs = len(self.operators) - 1 if self.kind == "attention" else num_outputs
+        num_outputs = len(self.operators) - 1 if self.num_heads else len(self.operators) * self.is_shared
         if len(self.outputs) != num_outputs:
             raise ConfigurationError(
                 f"Expected the output of each of several columns, and of nothing else, got {len(self.outputs)} for"
@@ -98,8 +101,8 @@ class Exchange:
 
     @property
     def cuts_parameters(self) -> bool:
-        """True if one operator makes queries, keys and values, whose weights are then parameters of their own."""
-        return self.kind == "attention" and len(self.operators) == 2
+        """True if one operator makes queries, keys and values, see the function of this name."""
+        return cuts_parameters(self.kind, len(self.operators))
 
     @property
     def gathers_inputs(self) -> bool:

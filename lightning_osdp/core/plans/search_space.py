@@ -122,11 +122,11 @@ class SearchSpace:
 
         Operators stay whole for optimizers that may look at whole parameters, unless numbers of slices are named.
         """
-        if self.slices == _SLICES and not profile.optimizer.is_elementwise:
-            return replace(self, slices=(1,)).unasked(profile)
+        stays_whole = self.slices == _SLICES and not profile.optimizer.is_elementwise
+        space = replace(self, slices=(1,)) if stays_whole else self
         trained_bytes = sum(operator.trainable_bytes for operator in profile)
         is_little = 0 < trained_bytes <= MOST_TRAINED * sum(operator.parameter_bytes for operator in profile)
-        return self.offering("replicated") if self.modes is None and profile.is_plain and is_little else self
+        return space.offering("replicated") if self.modes is None and profile.is_plain and is_little else space
 
     def offering(self, *names: str) -> SearchSpace:
         """These limits with modes by name: those that are offered, and more."""

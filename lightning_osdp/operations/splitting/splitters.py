@@ -181,7 +181,7 @@ BY_OUTPUTS: dict[str, type[SplitModule]] = {
     "torch.nn.modules.linear.Linear": LinearByOutputs,
     "transformers.pytorch_utils.Conv1D": Conv1DByOutputs,
 }
-"""How operators of these classes are split into parts of their outputs, which `split` does not do."""
+"""Class of an operator -> how it is split into parts of its outputs, which `split` does not do."""
 
 _READ_WEIGHTS_OF_CHILDREN = (nn.TransformerEncoderLayer,)
 """Modules that compute with the weights of their children instead of calling them."""

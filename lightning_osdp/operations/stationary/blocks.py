@@ -52,6 +52,11 @@ class Blocks(NamedTuple):
     """Number of equal parts of the dimension that follow each other, each of which has these blocks: queries, keys and
     values that one operator makes."""
 
+    @property
+    def are_features(self) -> bool:
+        """True if they are all of the last dimension, as what an operator takes has to have them."""
+        return self.dim == -1 and self.num_parts == 1
+
 
 class Followed(NamedTuple):
     """Blocks of a function's results, in their order."""

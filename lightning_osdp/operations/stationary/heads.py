@@ -60,7 +60,7 @@ class Heads(Between):
             ConfigurationError: they are along another dimension, or of queries, keys and values together.
         """
         num_ranks, values = len(self.call.rows), self.plain()
-        if (self.blocks.dim, self.blocks.num_parts) != (-1, 1):
+        if not self.blocks.are_features:
             self._refuse("heads", "in another dimension than the last, or queries, keys and values together")
         by_row = values.reshape(-1, num_ranks, values.shape[-1] // num_ranks)
         return by_row.transpose(0, 1).reshape(-1, by_row.shape[-1])

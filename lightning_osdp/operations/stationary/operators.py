@@ -23,7 +23,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 from typing_extensions import Self, override
 
-from lightning_osdp.core.exchange import FED_KINDS, MOST_COLUMNS, NUM_PROJECTED, numbers_of_operators
+from lightning_osdp.core.exchange import (
+    FED_KINDS,
+    MOST_COLUMNS,
+    NUM_PROJECTED,
+    cuts_parameters,
+    numbers_of_operators,
+)
 from lightning_osdp.errors import ConfigurationError, RanksApartError
 from lightning_osdp.operations.splitting import (
     BY_OUTPUTS,
@@ -565,7 +571,7 @@ def _refusal_together(kind: str, operators: Sequence[str], modules: Sequence[nn.
     weights: list[Any] = [module._parameters["weight"] for module in modules]
     dims = [_OUT_DIMS.get(class_name(type(module)), 0) for module in modules]
     taken = [weight.shape[1 - dim] for weight, dim in zip(weights, dims, strict=True)]
-    if kind == "attention" and len(modules) == 2:
+    if cuts_parameters(kind, len(modules)):
         made = weights[0].shape[dims[0]]
         if made % NUM_PROJECTED or made != getattr(modules[0], BY_OUTPUTS[class_name(type(modules[0]))].features):
             return f"{operators[0]!r} does not make as many features of queries, keys and values"
@@ -622,7 +628,7 @@ def make_stationary(root: nn.Module, kind: str, operators: Sequence[str], ranks:
     for place, (module, role) in enumerate(zip(map(root.get_submodule, operators), roles, strict=True)):
         state = _State(ranks=ranks, whole_type=type(module), pair=pair, columns=columns, place=place)
         parts = [module]
-        if kind == "attention" and len(operators) == 2 and role is first:
+        if place == 0 and cuts_parameters(kind, len(operators)):
             parts = [*BY_OUTPUTS[class_name(type(module))].of(module, NUM_PROJECTED).slices]
             _change(module, _Projections, state)
         for part in parts:

@@ -74,7 +74,7 @@ class Collective(NamedTuple):
     over: str
     """Ranks that take part: ``all``, those of a ``node``, or those that have the same place in all ``nodes``."""
     link: str
-    """Whose links it takes: those of ``all`` ranks, of a ``node``, or that of each device to its ``host``. Collectives
+    """Links that it takes: those of ``all`` ranks, of a ``node``, or that of each device to its ``host``. Collectives
     of one link run one by one."""
 
 

@@ -50,8 +50,7 @@ class Attention:
         """Takes what the operator of a segment is given, whose activations may be exchanged or not."""
         for tensor in given:
             made = self._made.get(tensor)
-            is_heads = made is not None and (made.blocks.dim, made.blocks.num_parts) == (-1, 1)
-            if made is None or not may_exchange or not is_heads:
+            if made is None or not may_exchange or not made.blocks.are_features:
                 self.look(tensor)
             else:
                 self._add(made.sources, segment)

@@ -169,7 +169,7 @@ APART = {
     "from keys to values": lambda x: x[..., WIDTH // 2 : WIDTH + WIDTH // 2],
     "heads before parts": lambda x: x.view(SAMPLES, LENGTH, HEADS, 3 * SIZE),
     "parts that are cut": lambda x: x.view(SAMPLES, LENGTH, 2, -1),
-    "as one": lambda x: x.view(SAMPLES, LENGTH, 3, WIDTH).flatten(2) if HEADS > 1 else x.sum(),
+    "as one": lambda x: x.view(SAMPLES, LENGTH, 3, WIDTH).flatten(2),
     "with one of them": lambda x: x.chunk(3, -1)[0] + x.view(SAMPLES, LENGTH, 3, WIDTH)[:, :, 0, :1],
 }
 
