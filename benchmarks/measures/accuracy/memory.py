@@ -18,7 +18,7 @@ from benchmarks.measures.section import Section
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import StepBytes, count_step
 from lightning_osdp import OSDPStrategy, Plan, TrainingStep, profile_model
-from lightning_osdp.core.axes import DP, HDP, NAMED_MODES, RESIDENT, ZDP, Treatment, named
+from lightning_osdp.core.axes import DP, HDP, NAMED_MODES, REPLICATED, RESIDENT, ZDP, Treatment, named
 from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
 from lightning_osdp.core.plans.parts import Block, Unit
 from lightning_osdp.core.profile import ModelProfile
@@ -231,8 +231,10 @@ def phases(estimate: StepEstimate) -> dict[str, int]:
     return found
 
 
-_TRAINED = {name: mode for name, mode in NAMED_MODES.items() if mode != RESIDENT and "moves" not in mode}
-"""Modes of units that may be trained, and that gather them."""
+_TRAINED = {
+    name: mode for name, mode in NAMED_MODES.items() if mode not in (RESIDENT, REPLICATED) and "moves" not in mode
+}
+"""Modes of units that may be trained in any precision, and that gather them."""
 
 
 def _modes(case: Case, units: Sequence[UnitProfile]) -> list[Treatment]:
