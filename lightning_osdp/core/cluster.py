@@ -133,20 +133,27 @@ class Contention:
     """Slowdown of computing, and of a collective that runs beside it, by each other; 1 on both sides: none.
 
     Raises:
-        ConfigurationError: a factor is below 1.
+        ConfigurationError: a factor is below 1, or the delay below 0.
     """
 
     computing: float = 1.0
     """Seconds of computing beside a collective over its seconds alone."""
     collectives: float = 1.0
-    """Seconds of a collective beside computing over its seconds alone."""
+    """Seconds of a collective beside computing over its seconds alone, but for the delay."""
+    delay_s: float = 0.0
+    """Seconds by which each collective beside computing ends later, however few bytes it sends: as where more ranks
+    compute than there are cores, for which threads of the backend wait."""
 
     def __post_init__(self) -> None:
-        if not (self.computing >= 1 and self.collectives >= 1):
+        if not (self.computing >= 1 and self.collectives >= 1 and self.delay_s >= 0):
             raise ConfigurationError(
-                f"Expected factors of at least 1 in {self!r}: what runs beside others is slowed. Give 1 where it is"
-                " not."
+                f"Expected factors of at least 1, and a delay of at least 0, in {self!r}: what runs beside others is"
+                " slowed. Give 1 and 0 where it is not."
             )
+
+    def of_collective(self, seconds: float) -> float:
+        """Seconds beside computing over those alone, of a collective that takes so many alone."""
+        return self.collectives + (self.delay_s / seconds if seconds > 0 else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

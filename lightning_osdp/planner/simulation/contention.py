@@ -1,7 +1,7 @@
 """The timeline where computing and collectives slow each other down: they share multiprocessors and memory.
 
 While a collective runs, computing goes on at 1 / `Contention.computing` of its rate, and the collective at
-1 / `Contention.collectives` of its own while the device computes. So what an event takes is known only when all that
+1 / `Contention.of_collective` of its own while the device computes. So what an event takes is known only when all that
 runs beside it is: collectives are kept as work that is left, and are taken as far as computing has come.
 
 References:
@@ -14,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
-from operator import attrgetter
 
 from typing_extensions import override
 
@@ -34,6 +33,8 @@ class _Collective:
     micro_batch: int
     left_s: float
     """Seconds that are left of it if nothing runs beside it."""
+    slowdown: float
+    """Seconds beside computing over those alone."""
     after: _Collective | None
     """Collective of another communicator, which this one waits for."""
     start_s: float | None = None
@@ -68,7 +69,7 @@ class ContendedTimeline(Timeline):
         self._queues: dict[str, deque[_Collective]] = {link: deque() for link in self.communicators_s}
         """Collectives of each communicator that are not done when computing has come to `compute_s`."""
         self._running: list[_Collective] = []
-        """Collectives that run, one for each communicator, the one that is done first in front."""
+        """Collectives that run, one for each communicator."""
         self._gathers: dict[int, _Collective] = {}
         """Unit -> its latest gather."""
         self._reduce_scatter: _Collective | None = None
@@ -91,7 +92,8 @@ class ContendedTimeline(Timeline):
         # all-gather sends is behind what comes from the host
         before = None if kind in REDUCTIONS else self._queues.get(_BEHIND.get(operation, ""))
         after = before[-1] if before else None
-        issued = _Collective(event, micro_batch, self.durations.collectives_s[kind][of], after)
+        alone_s = self.durations.collectives_s[kind][of]
+        issued = _Collective(event, micro_batch, alone_s, self._contention.of_collective(alone_s), after)
         if operation == "all_gather":
             self._gathers[of] = issued
         if kind in REDUCTIONS:
@@ -129,26 +131,26 @@ class ContendedTimeline(Timeline):
         issued.left_s -= alone_s
         # a collective of another communicator has slowed computing already
         slowdown = 1.0 if self._running else self._contention.computing
-        needs_s = issued.left_s * self._contention.collectives
+        needs_s = issued.left_s * issued.slowdown
         passed_s = min(needs_s, beside_s * slowdown)
         later_s = passed_s * (1 - 1 / slowdown)
         self.compute_s += later_s
         self.slowed_s += later_s
-        issued.left_s -= passed_s / self._contention.collectives
+        issued.left_s -= passed_s / issued.slowdown
         if passed_s == needs_s:
             self._end(issued, begins_s + needs_s)
 
     def _run(self, seconds: float) -> None:
-        slowdown, of_collectives = self._contention.computing, self._contention.collectives
+        slowdown = self._contention.computing
         while seconds > 0:
             if not self._running:
                 self.compute_s += seconds
                 return
-            needs_s, first_s = seconds * slowdown, self._running[0].left_s * of_collectives
+            needs_s, first_s = seconds * slowdown, min([each.left_s * each.slowdown for each in self._running])
             passed_s = min(needs_s, first_s)
             worked_s = passed_s / slowdown
             seconds = seconds - worked_s if first_s < needs_s else 0.0
-            self._pass(passed_s, of_collectives)
+            self._pass(passed_s, is_computing=True)
             self.slowed_s += passed_s - worked_s
 
     def _wait_for_gather(self, of: int) -> None:
@@ -168,7 +170,7 @@ class ContendedTimeline(Timeline):
 
     def _wait_for(self, collective: _Collective) -> None:
         while collective.end_s is None:
-            self._pass(self._running[0].left_s, 1.0)
+            self._pass(min([each.left_s for each in self._running]), is_computing=False)
             self._busy_since_s = self.compute_s
 
     def _begin(self) -> None:
@@ -180,18 +182,16 @@ class ContendedTimeline(Timeline):
                 if head.start_s is None:
                     head.start_s = self.compute_s
                 self._running.append(head)
-        if len(self._running) > 1:
-            self._running.sort(key=attrgetter("left_s"))
 
-    def _pass(self, seconds: float, slowdown: float) -> None:
-        """Lets so many seconds go by, no more than the first collective that runs takes with this slowdown."""
+    def _pass(self, seconds: float, *, is_computing: bool) -> None:
+        """Lets so many seconds go by, no more than the first of the collectives that run is done in."""
         self.compute_s += seconds
-        first, worked_s = self._running[0], seconds / slowdown
-        is_first_done = seconds == first.left_s * slowdown
         is_any_done = False
         for each in self._running:
-            each.left_s -= worked_s
-            if each.left_s <= 0 or (is_first_done and each is first):
+            slowdown = each.slowdown if is_computing else 1.0
+            is_done = seconds == each.left_s * slowdown
+            each.left_s -= seconds / slowdown
+            if is_done or each.left_s <= 0:
                 self._queues[COLLECTIVES[each.event.kind].link].popleft()
                 self._end(each, self.compute_s)
                 is_any_done = True

@@ -28,7 +28,7 @@ from lightning_osdp.profiler.machine.memory import (
     default_memory_limit_bytes,
     library_workspace_bytes,
 )
-from lightning_osdp.profiler.machine.overlap import measure_overlap, measure_taken_s
+from lightning_osdp.profiler.machine.overlap import measure_overlap, with_small_collectives
 from lightning_osdp.profiler.machine.stopwatch import fastest_s, synchronize
 from lightning_osdp.profiler.machine.unit_overhead import measure_call_s, measure_slice_s, measure_unit_overhead
 
@@ -130,10 +130,8 @@ def _measure_ranks(
 def _with_overheads(cluster: Cluster, device: torch.device) -> Cluster:
     """The cluster with what units, calls and slices take beside collectives, on one rank, too."""
     cluster = dataclasses.replace(cluster, call_s=measure_call_s(cluster, device), slice_s=measure_slice_s(device))
-    overhead = dict(measure_unit_overhead(cluster, device))
-    for part, taken_s in measure_taken_s(cluster, device).items():
-        overhead[part] = dataclasses.replace(overhead[part], fixed_s=overhead[part].fixed_s + taken_s)
-    return dataclasses.replace(cluster, unit_overhead=overhead)
+    cluster = dataclasses.replace(cluster, unit_overhead=measure_unit_overhead(cluster, device))
+    return with_small_collectives(cluster, device)
 
 
 def _over_ranks(value: float, operation: dist.ReduceOp.RedOpType, device: torch.device) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,6 +26,8 @@ _MOST_OVERLAP_S, _NUM_UNITS = 0.05, 16
 small ones wait for ranks that compute on the same cores, which those of units hardly do."""
 ONE_BY_ONE = 8
 """Small collectives that are begun one by one beside computing."""
+_SMALL_REPEATS = 20
+"""Runs of a small collective beside computing, whose seconds scatter by as much as it takes."""
 _MOST_CONTENTION = 0.9
 """Most that a run is lengthened by a shorter one beside it, over the seconds of the shorter; 1: nothing is hidden."""
 LEAST_HIDDEN = 0.25
@@ -75,41 +79,61 @@ def measure_overlap(
     return True, (*waits_for, "reduce_in_node", "scatter_in_node"), contention
 
 
-def measure_taken_s(cluster: Cluster, device: torch.device) -> Mapping[str, float]:
-    """Seconds of computing that a small collective takes beside it, beyond contention, for ``gather`` and ``reduce``.
+def with_small_collectives(cluster: Cluster, device: torch.device) -> Cluster:
+    """The cluster with what a small collective takes beside computing, beyond contention; call it on all ranks.
 
     Contention is that of large ones, which send for most of their time. On CPU threads of the backend and the kernel
-    need a core for each message, too, however small, and ranks on the same cores wait for each other. Nothing on other
-    devices, and of collectives that the host waits for. Call it on all ranks.
+    need a core for each message, too, however small: computing goes on later, in `Cluster.unit_overhead`, and where
+    ranks have to share cores, collectives end later, in `Contention.delay_s`. Nothing on other devices, and of
+    collectives that the host waits for.
     """
     ways = {"gather": (_begin_all_gather, cluster.all_gather), "reduce": (begin_reduce_scatter, cluster.reduce_scatter)}
-    found = dict[str, float]()
+    overhead, delays_s = dict(cluster.unit_overhead), list[float]()
     for part, (begin, link) in ways.items() if device.type == "cpu" and cluster.overlaps else ():
         if part not in cluster.waits_for and link.steps:
             whole, shard = whole_and_shard(cluster.world_size * int(link.steps[0][0]), device)
-            found[part] = taken_s(_one_by_one(partial(begin, whole, shard), device), cluster.contention)
-    return found
+            beside_s = _beside_s(partial(begin, whole, shard), device)
+            alone_s = link.ring_s(whole.nbytes, cluster.world_size)
+            delays_s.append(max(0.0, beside_s - alone_s * cluster.contention.collectives))
+            of_one_s = taken_s(_one_by_one(partial(begin, whole, shard), device), beside_s, cluster.contention)
+            overhead[part] = replace(overhead[part], fixed_s=overhead[part].fixed_s + of_one_s)
+    delay_s = statistics.fmean(delays_s or [0.0])
+    return replace(cluster, unit_overhead=overhead, contention=replace(cluster.contention, delay_s=delay_s))
 
 
-def taken_s(measured: Callable[[int, int], float], contention: Contention) -> float:
+def _beside_s(begin: Callable[[], dist.Work], device: torch.device) -> float:
+    """Seconds from the begin of a small collective to its end while all ranks compute: the mean of runs, and ranks."""
+    matrix, start_s = torch.randn(WIDTH_ON_CPU, WIDTH_ON_CPU, device=device), time.perf_counter()
+    for _ in range(_SMALL_REPEATS):
+        work = begin()
+        while not work.is_completed():
+            matrix @ matrix
+        work.wait()
+    mean_s = torch.tensor((time.perf_counter() - start_s) / _SMALL_REPEATS, dtype=torch.float64)
+    dist.all_reduce(mean_s)
+    return float(mean_s.item()) / dist.get_world_size()
+
+
+def taken_s(measured: Callable[[int, int], float], beside_s: float, contention: Contention) -> float:
     """Seconds of computing that each collective takes beside it, beyond contention.
 
-    With c and a as in `contention_of`, a collective of g seconds explains ``c g (1 - 1/a)`` of what takes longer.
+    A collective of g seconds beside computing explains ``g (1 - 1/a)`` of what takes longer, with a as in
+    `contention_of`.
 
     Args:
         measured: takes the number of collectives, `ONE_BY_ONE` or 0, and that of matrix products beside each of them;
             returns their seconds, equal on every rank. There are products for twice as long as a collective takes.
+        beside_s: seconds of a collective beside computing.
         contention: of large collectives.
 
     Example:
-        >>> taken_s(lambda number, products: 1e-3 * (8 * products or number) + 5e-4 * number, Contention())
+        >>> taken_s(lambda number, products: 1e-3 * (8 * products or number) + 5e-4 * number, 1.5e-3, Contention())
         0.0005
     """
-    slowed_s = measured(ONE_BY_ONE, 0) / ONE_BY_ONE * contention.collectives
-    num_products = math.ceil(2 * slowed_s * ONE_BY_ONE / measured(0, 1))
+    num_products = math.ceil(2 * beside_s * ONE_BY_ONE / measured(0, 1))
     runs = [(measured(ONE_BY_ONE, num_products), measured(0, num_products)) for _ in range(_LEAST_REPEATS)]
     more_s = statistics.median(both_s - compute_s for both_s, compute_s in runs) / ONE_BY_ONE
-    return max(0.0, more_s - slowed_s * (1 - 1 / contention.computing))
+    return max(0.0, more_s - beside_s * (1 - 1 / contention.computing))
 
 
 def _one_by_one(begin: Callable[[], dist.Work], device: torch.device) -> Callable[[int, int], float]:

@@ -126,9 +126,11 @@ def test_a_backend_that_blocks_knows_no_contention(chain, ring):
     assert estimate(chain, blocking, [ZDP] * 4).time_s == pytest.approx(27 + 9)
 
 
-@pytest.mark.parametrize("factors", [{"computing": 0.9}, {"collectives": 0.0}, {"computing": float("nan")}])
-def test_factors_below_one_are_refused(factors):
-    with pytest.raises(ConfigurationError, match=r"at least 1 in Contention\(computing="):
+@pytest.mark.parametrize(
+    "factors", [{"computing": 0.9}, {"collectives": 0.0}, {"computing": float("nan")}, {"delay_s": -1e-3}]
+)
+def test_factors_below_one_and_delays_below_zero_are_refused(factors):
+    with pytest.raises(ConfigurationError, match=r"at least 1, and a delay of at least 0, in Contention\(computing="):
         Contention(**factors)
 
 

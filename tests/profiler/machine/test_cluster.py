@@ -272,16 +272,17 @@ def test_contention_of_what_cannot_run_together_is_bounded():
 @pytest.mark.parametrize("contention", [Contention(), Contention(computing=1.5, collectives=1.2)])
 @pytest.mark.parametrize("each_s", [0.0, 2e-3])
 def test_what_small_collectives_take_of_computing_is_told_from_contention(contention, each_s):
-    """Collectives of 3 ms alone, and products of 1 ms that are slowed as long as one runs."""
+    """Collectives of 3 ms, and products of 1 ms that are slowed as long as one runs."""
 
     def measured(num_collectives, num_products):
         if not num_products:
             return 3e-3 * num_collectives
-        slowed_s = 3e-3 * contention.collectives * (1 - 1 / contention.computing)
+        slowed_s = 3e-3 * (1 - 1 / contention.computing)
         return 1e-3 * num_products * ONE_BY_ONE + (slowed_s + each_s) * num_collectives
 
-    assert taken_s(measured, contention) == pytest.approx(each_s, abs=1e-12)
+    assert taken_s(measured, 3e-3, contention) == pytest.approx(each_s, abs=1e-12)
 
 
 def test_computing_that_is_not_lengthened_by_as_much_as_contention_says_is_taken_nothing():
-    assert taken_s(lambda number, products: 1e-3 * max(number, 8 * products), Contention(computing=2.0)) == 0.0
+    contention = Contention(computing=2.0)
+    assert taken_s(lambda number, products: 1e-3 * max(number, 8 * products), 1e-3, contention) == 0.0
