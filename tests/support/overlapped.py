@@ -9,6 +9,13 @@ from lightning_osdp.planner.assign import Setting
 from lightning_osdp.planner.cost import Workload
 from tests.support.engines import ENGINES
 
+_CONTENTIONS = (
+    Contention(),
+    Contention(),
+    Contention(computing=1.25, collectives=1.5),
+    Contention(computing=1.25, collectives=1.1, delay_s=0.4),
+)
+
 
 @st.composite
 def overlapped(draw, most=7):
@@ -39,7 +46,7 @@ def overlapped(draw, most=7):
         reduce_scatter=draw(link),
         unit_overhead=draw(st.fixed_dictionaries(dict.fromkeys(UNIT_PARTS, overhead)) | st.just({})),
         overlaps=True,
-        contention=draw(st.sampled_from([Contention(), Contention(), Contention(computing=1.25, collectives=1.5)])),
+        contention=draw(st.sampled_from(_CONTENTIONS)),
     )
     return operators, {
         "modes": draw(st.sampled_from([ALL_MODES, modes_of((*MODES, "resident"))])),

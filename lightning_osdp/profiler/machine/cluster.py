@@ -112,7 +112,7 @@ def _measure_ranks(
         node_size=node_size,
         agreement=measure_agreement(hosts) if hosts is not None or device.type == "cpu" else None,
     )
-    cluster = _with_overheads(cluster, device)
+    cluster = _with_overheads(cluster, device, most_bytes=most_bytes)
     if node_size is None or not cluster.has_nodes:
         return cluster
     ranks = range(cluster.world_size)
@@ -127,11 +127,11 @@ def _measure_ranks(
     )
 
 
-def _with_overheads(cluster: Cluster, device: torch.device) -> Cluster:
+def _with_overheads(cluster: Cluster, device: torch.device, *, most_bytes: float = math.inf) -> Cluster:
     """The cluster with what units, calls and slices take beside collectives, on one rank, too."""
     cluster = dataclasses.replace(cluster, call_s=measure_call_s(cluster, device), slice_s=measure_slice_s(device))
     cluster = dataclasses.replace(cluster, unit_overhead=measure_unit_overhead(cluster, device))
-    return with_small_collectives(cluster, device)
+    return with_small_collectives(cluster, device, most_bytes)
 
 
 def _over_ranks(value: float, operation: dist.ReduceOp.RedOpType, device: torch.device) -> float:

@@ -21,9 +21,9 @@ _LEAST_OVERLAP_S, _OVERLAP_REPEATS = 5e-3, 5
 """Least seconds of computing and of all-gathers that are run beside each other, and the number of such runs."""
 _LEAST_REPEATS, _OVERLAP_BUDGET_S = 3, 0.3
 """Runs that there are in any case, and seconds of all after which there are no more of them."""
-_MOST_OVERLAP_S, _NUM_UNITS = 0.05, 16
+_MOST_OVERLAP_S, _NUM_UNITS = 0.05, 4
 """Most seconds of a collective that is run beside computing on CPU, and number of units that such collectives are for:
-small ones wait for ranks that compute on the same cores, which those of units hardly do."""
+the largest of a model tell contention from the delay of each, see `with_small_collectives`."""
 ONE_BY_ONE = 8
 """Small collectives that are begun one by one beside computing."""
 _SMALL_REPEATS = 20
@@ -79,26 +79,39 @@ def measure_overlap(
     return True, (*waits_for, "reduce_in_node", "scatter_in_node"), contention
 
 
-def with_small_collectives(cluster: Cluster, device: torch.device) -> Cluster:
+def with_small_collectives(cluster: Cluster, device: torch.device, most_bytes: float = math.inf) -> Cluster:
     """The cluster with what a small collective takes beside computing, beyond contention; call it on all ranks.
 
     Contention is that of large ones, which send for most of their time. On CPU threads of the backend and the kernel
     need a core for each message, too, however small: computing goes on later, in `Cluster.unit_overhead`, and where
-    ranks have to share cores, collectives end later, in `Contention.delay_s`. Nothing on other devices, and of
-    collectives that the host waits for.
+    ranks have to share cores, collectives end later, in `Contention.delay_s`. Beside computing a small one of s seconds
+    takes ``b = c s + d``, and a large one of g seconds ``c' g = c g + d``, where c' is the factor that was measured:
+    ``d = (b - c' s) / (1 - s/g)`` and ``c = c' - d/g``. Nothing on other devices, and of collectives that the host
+    waits for.
+
+    Args:
+        cluster: with contention that `measure_overlap` has found.
+        device: that computes.
+        most_bytes: as of `measure_overlap`.
     """
     ways = {"gather": (_begin_all_gather, cluster.all_gather), "reduce": (begin_reduce_scatter, cluster.reduce_scatter)}
-    overhead, delays_s = dict(cluster.unit_overhead), list[float]()
-    for part, (begin, link) in ways.items() if device.type == "cpu" and cluster.overlaps else ():
-        if part not in cluster.waits_for and link.steps:
-            whole, shard = whole_and_shard(cluster.world_size * int(link.steps[0][0]), device)
-            beside_s = _beside_s(partial(begin, whole, shard), device)
-            alone_s = link.ring_s(whole.nbytes, cluster.world_size)
-            delays_s.append(max(0.0, beside_s - alone_s * cluster.contention.collectives))
-            of_one_s = taken_s(_one_by_one(partial(begin, whole, shard), device), beside_s, cluster.contention)
-            overhead[part] = replace(overhead[part], fixed_s=overhead[part].fixed_s + of_one_s)
+    if device.type != "cpu" or not (cluster.overlaps and cluster.all_gather.steps):
+        return cluster
+    contention, overhead, delays_s = cluster.contention, dict(cluster.unit_overhead), list[float]()
+    large_s = cluster.all_gather.ring_s(_overlapped_bytes(cluster.all_gather, most_bytes), cluster.world_size)
+    for part, (begin, link) in ways.items():
+        if part in cluster.waits_for:
+            continue
+        whole, shard = whole_and_shard(cluster.world_size * int(link.steps[0][0]), device)
+        alone_s = link.ring_s(whole.nbytes, cluster.world_size)
+        beside_s = _beside_s(partial(begin, whole, shard), device)
+        if alone_s < large_s:
+            delays_s.append(max(0.0, beside_s - alone_s * contention.collectives) / (1 - alone_s / large_s))
+        of_one_s = taken_s(_one_by_one(partial(begin, whole, shard), device), beside_s, contention)
+        overhead[part] = replace(overhead[part], fixed_s=overhead[part].fixed_s + of_one_s)
     delay_s = statistics.fmean(delays_s or [0.0])
-    return replace(cluster, unit_overhead=overhead, contention=replace(cluster.contention, delay_s=delay_s))
+    factor = max(1.0, contention.collectives - delay_s / large_s) if delay_s else contention.collectives
+    return replace(cluster, unit_overhead=overhead, contention=replace(contention, collectives=factor, delay_s=delay_s))
 
 
 def _beside_s(begin: Callable[[], dist.Work], device: torch.device) -> float:

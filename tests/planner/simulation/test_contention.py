@@ -62,11 +62,24 @@ def test_what_is_hidden_costs_a_part_of_it(chain, ring, settings):
 def test_what_outlasts_computing_goes_on_at_its_own_rate(chain, ring):
     ranks = dataclasses.replace(ring, all_gather=SLOW, reduce_scatter=SLOW)
     # AG0 10; F0 14.5, when AG1 has done 2.25 s of its 10, and AG1 22.25; F1 26.75, AG2 34.5; F2 37.5, B2 43.5;
-    # B1 52.5, B0 61.5, when RS2 has 1 s left: RS2 62.5, RS1 72.5, RS0 82.5
+    # B1 52.5, when RS2 has 5.5 s left: RS2 58; B0 67, RS1 72.5, RS0 82.5
     found = estimate(chain, ranks, [DP] * 4, forward_prefetch=True)
     assert found.time_s == pytest.approx(82.5)
     assert found.contention_s == pytest.approx(9)
     assert found.exposed_communication_s == pytest.approx(82.5 - 27 - 9)
+
+
+def test_a_delay_lengthens_each_collective_beside_computing_by_as_much(chain, ring):
+    delayed = dataclasses.replace(ring, contention=Contention(computing=1.5, collectives=1.5, delay_s=0.5))
+    of_factor, of_delay = (estimate(chain, ranks, [DP] * 4, forward_prefetch=True) for ranks in (ring, delayed))
+    assert of_delay.time_s == pytest.approx(of_factor.time_s)  # all collectives are of 1 s
+    ranks = dataclasses.replace(
+        ring, reduce_scatter=SLOW, contention=Contention(computing=1.0, collectives=1.0, delay_s=2.0)
+    )
+    # AG0 1, AG1 4 beside F0: F0 4; AG2 7, F1 7; F2 10, B2 16; RS2, 5 s of it beside B1, 27; RS1, 5 s beside B0, 38
+    found = estimate(chain, ranks, [DP] * 4, forward_prefetch=True)
+    assert (found.time_s, found.contention_s) == pytest.approx((48, 0))
+    assert [each.end_s for each in found.intervals if each.event.kind == "reduce"] == pytest.approx([27, 38, 48])
 
 
 MODES = st.lists(st.sampled_from([ZDP, DP]), min_size=9, max_size=9)

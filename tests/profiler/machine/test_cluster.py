@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.testbed.groups import fake_group
-from lightning_osdp.core.cluster import Contention, Link
+from lightning_osdp.core.cluster import Cluster, Contention, Link, UnitOverhead
 from lightning_osdp.profiler import measure_cluster
 from lightning_osdp.profiler.machine import cluster, links, overlap
 from lightning_osdp.profiler.machine.links import link_through, points_by
@@ -194,12 +194,12 @@ def test_computing_that_was_timed_in_a_slow_episode_is_timed_again(monkeypatch):
     [
         (((4096, 1e-4), (2**20, 5e-3)), math.inf, 4 * 2**20),
         (((4096, 1e-4), (2**18, 4e-3), (2**20, 17e-3)), math.inf, 4 * 2**18),  # more than 50 ms in three steps
-        (((4096, 1e-4), (2**18, 4e-3)), 64 * 2**18, 4 * 2**18),  # the 16th part of the model
-        (((4096, 1e-4), (2**18, 4e-3)), 63 * 2**18, 4 * 4096),
+        (((4096, 1e-4), (2**18, 4e-3)), 16 * 2**18, 4 * 2**18),  # a quarter of the model
+        (((4096, 1e-4), (2**18, 4e-3)), 15 * 2**18, 4 * 4096),
         (((4096, 1e-2), (2**20, 7e-2)), 1, 4 * 4096),
     ],
 )
-def test_overlap_is_tried_with_a_collective_like_those_of_units(steps, parameter_bytes, expected):
+def test_overlap_is_tried_with_a_collective_like_the_largest_of_a_model(steps, parameter_bytes, expected):
     link = Link(latency_s=1e-4, seconds_per_byte=1e-9, steps=steps)
     with fake_group(4):
         assert overlap._overlapped_bytes(link, parameter_bytes) == expected
@@ -281,6 +281,27 @@ def test_what_small_collectives_take_of_computing_is_told_from_contention(conten
         return 1e-3 * num_products * ONE_BY_ONE + (slowed_s + each_s) * num_collectives
 
     assert taken_s(measured, 3e-3, contention) == pytest.approx(each_s, abs=1e-12)
+
+
+@pytest.mark.parametrize(("delay_s", "factor"), [(0.0, 1.0), (7e-3, 1.0), (7e-3, 1.25)])
+def test_contention_of_large_collectives_is_told_from_the_delay_of_each(monkeypatch, delay_s, factor):
+    """Collectives of 1 ms if they are small, and of 31 ms if they are large."""
+    link = Link(latency_s=1e-3, seconds_per_byte=1e-9, steps=((4096, 1e-3), (262144, 31e-3)))
+    found = Cluster(
+        world_size=2,
+        all_gather=link,
+        reduce_scatter=link,
+        overlaps=True,
+        contention=Contention(computing=1.5, collectives=factor + delay_s / 31e-3),
+        unit_overhead={part: UnitOverhead() for part in ("gather", "reduce")},
+    )
+    monkeypatch.setattr(overlap, "_beside_s", lambda *_: 1e-3 * factor + delay_s)
+    monkeypatch.setattr(overlap, "taken_s", lambda *_: 2e-3)
+    with fake_group(2):
+        found = overlap.with_small_collectives(found, torch.device("cpu"))
+    assert found.contention.collectives == pytest.approx(factor)
+    assert found.contention.delay_s == pytest.approx(delay_s)
+    assert [each.fixed_s for each in found.unit_overhead.values()] == [2e-3, 2e-3]
 
 
 def test_computing_that_is_not_lengthened_by_as_much_as_contention_says_is_taken_nothing():
