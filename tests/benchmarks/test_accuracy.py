@@ -111,6 +111,7 @@ def test_a_run_that_was_killed_goes_on_and_other_sections_stay(tmp_path):
     assert json.loads(path.read_text())["other"]["machine"] == "abacus"
 
 
+@pytest.mark.slow
 def test_collectives_are_timed_beside_those_of_gloo():
     case = collectives.Case(num_ranks=2, rate_mbit=None, num_rounds=1)
     found = collectives.measure(case)

@@ -323,6 +323,7 @@ def test_optimizers_are_counted_by_what_they_keep(towers, answer):
     assert state_bytes("--optimizer", "2") == 2
 
 
+@pytest.mark.slow
 def test_several_machines_stand_beside_each_other(towers, answer, run):
     arguments = ("estimate", "towers:Tower", "--data", "towers:batch", *BY_HAND, "--machine")
     asked = ["2x4 a100-40, 400gbit", "2 l4"]
@@ -498,6 +499,7 @@ def test_a_configuration_is_built_as_what_it_is(towers, answer, name, task, sequ
 FIXED = ("--machine", "2 l4", "--batch", "2", "--strategy", "FULL_SHARD", "--activations", "keep")
 
 
+@pytest.mark.slow
 def test_the_class_is_that_of_the_architectures(towers, answer):
     pytest.importorskip("transformers")
     entries = {"model_type": "bert", "architectures": ["BertForTokenClassification"], **SMALL["BertConfig"]}

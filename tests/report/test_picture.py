@@ -206,6 +206,7 @@ def test_one_unit_and_units_without_sizes():
     assert [box[:2] for box in boxes(unsized)] == [(0, 0.5), (0.5, 0.5)]
 
 
+@pytest.mark.slow
 def test_five_hundred_units_stay_one_page_with_its_peak(tmp_path):
     many = tuple(unit(f"h.{i}", "DP" if i % 3 else "ZDP") for i in range(500))
     moments = [moment("forward", 1 + i % 7, f"h.{i % 500}") for i in range(1500)]

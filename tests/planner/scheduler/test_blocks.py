@@ -188,7 +188,7 @@ def test_where_no_blocks_were_found_the_error_says_how_to_name_them(deep, cluste
         plan(dataclasses.replace(deep, blocks=()), cluster, 1000, micro_batch_size=8)
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("overlaps", [False, slow(True)])
 def test_a_stack_of_blocks_is_never_one_unit(model, operator, cluster, overlaps):
     """Stacks of an encoder that holds a third of the model, and of a decoder."""
     names = ["enc.0", "enc.1", *(f"dec.{block}" for block in range(4))]
@@ -277,6 +277,7 @@ def test_levels_change_nothing_where_there_is_memory_for_everything(deep, cluste
     assert found == dataclasses.replace(whole, search_space=SELECTIVE)
 
 
+@pytest.mark.slow
 def test_levels_are_said_to_gain_nothing_where_computing_hides_behind_links(deep, cluster):
     ranks = dataclasses.replace(cluster(2, seconds_per_byte=0.05), overlaps=True)
     most = plan(deep, cluster, 10**6).peak_bytes
@@ -518,6 +519,7 @@ def test_where_both_are_not_enough_the_error_says_what_they_need(with_head, clus
     assert f"needs at least {both / 1024:.1f} KiB" in str(caught.value)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=5)
 @given(
     features=st.sampled_from([16, 64]),

@@ -139,6 +139,7 @@ SLOW_FOLDED = [
     "buffer",
     "unread index",
     "no gradients",
+    "one other at the end",
 ]
 
 
@@ -318,7 +319,8 @@ def its_own_gradient(model, x):
 SLOW = [
     "features", "around_again", "reading_ahead", "under_autocast", "averaged", "at_random", "backwards", "each_scaled",
     "by_number", "looked_at_later", "skips", "twice_each", "halfway", "two_tied", "one_backward_hook", "eps",
-    "evaluation", "one_keeps_its_gradient", "one_twice", "every_fourth_larger", "its_own_gradient",
+    "evaluation", "one_keeps_its_gradient", "one_twice", "every_fourth_larger", "its_own_gradient", "one_hook",
+    "one_tensor_hook", "the_next_ones_weight", "counted", "all_tied",
 ]  # fmt: skip
 NOT_FOLDED = {
     "dropout": differs("dropout.p", 0.5),

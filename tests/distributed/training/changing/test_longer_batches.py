@@ -406,6 +406,7 @@ def test_a_plan_that_turns_out_to_have_no_room_gives_way_to_the_one_with_least_m
     )
 
 
+@pytest.mark.slow  # the one before it runs out of memory, too
 def test_memory_that_runs_out_under_the_plan_with_least_of_it_ends_training(ranks):
     for text in ranks(2).run(has_no_room):
         assert "ank 0 ran out of memory in backward of " in text

@@ -605,6 +605,7 @@ def test_plans_that_run_out_of_memory_leave_the_race_and_training_is_equal(ranks
             )
 
 
+@pytest.mark.slow
 def test_a_plan_that_runs_out_of_memory_on_a_longer_batch_leaves_in_a_later_step_of_its_turn(ranks):
     for rank, (found, told) in enumerate(ranks(2).run(falls_back_later)):
         assert (found["apart"], found["buffers"], found["losses"], found["logged"]) == (0.0, 0.0, True, True)

@@ -166,6 +166,7 @@ def test_the_search_space_holds_for_candidates():
                 assert each.plan.blocks == () or "recompute" in space.activations
 
 
+@pytest.mark.slow
 def test_settings_of_prefetching_hold_for_candidates():
     engine = FSDP2(backward_prefetch="pre", forward_prefetch=False, asynchronous_unshard=False)
     for plan, profile, cluster in (each for seed in FEW for each in planned(seed, engine=engine)):
@@ -257,6 +258,7 @@ def test_thriftier_plans_fit_or_take_least_leave_room_last_and_may_follow_at_any
     assert faster
 
 
+@pytest.mark.slow  # it does for candidates
 def test_the_search_space_holds_for_thriftier_plans():
     for space in (SearchSpace(modes=("DP",)), SearchSpace(activations=("keep",))):
         for plan, profile, cluster in (each for seed in FEW for each in planned(seed, search_space=space)):
