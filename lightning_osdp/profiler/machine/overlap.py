@@ -272,7 +272,7 @@ def contention_of(measured: Callable[[int, int], float]) -> Contention:
 
     Example:
         >>> contention_of(lambda num_gathers, num_products: 1e-3 * max(num_gathers, num_products))
-        Contention(computing=1.0, collectives=1.0)
+        Contention(computing=1.0, collectives=1.0, delay_s=0.0)
     """
     (num_gathers, gather_s), (num_products, compute_s) = _calibrated_pair(measured)
     more_gathers = max(num_gathers, math.ceil(2 * num_gathers * compute_s / gather_s))
