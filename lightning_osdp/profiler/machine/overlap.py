@@ -94,9 +94,9 @@ def with_small_collectives(cluster: Cluster, device: torch.device, most_bytes: f
         device: that computes.
         most_bytes: as of `measure_overlap`.
     """
-    ways = {"gather": (_begin_all_gather, cluster.all_gather), "reduce": (begin_reduce_scatter, cluster.reduce_scatter)}
     if device.type != "cpu" or not (cluster.overlaps and cluster.all_gather.steps):
         return cluster
+    ways = {"gather": (_begin_all_gather, cluster.all_gather), "reduce": (begin_reduce_scatter, cluster.reduce_scatter)}
     contention, overhead, delays_s = cluster.contention, dict(cluster.unit_overhead), list[float]()
     large_s = cluster.all_gather.ring_s(_overlapped_bytes(cluster.all_gather, most_bytes), cluster.world_size)
     for part, (begin, link) in ways.items():
@@ -110,7 +110,7 @@ def with_small_collectives(cluster: Cluster, device: torch.device, most_bytes: f
         of_one_s = taken_s(_one_by_one(partial(begin, whole, shard), device), beside_s, contention)
         overhead[part] = replace(overhead[part], fixed_s=overhead[part].fixed_s + of_one_s)
     delay_s = statistics.fmean(delays_s or [0.0])
-    factor = max(1.0, contention.collectives - delay_s / large_s) if delay_s else contention.collectives
+    factor = max(1.0, contention.collectives - delay_s / large_s)
     return replace(cluster, unit_overhead=overhead, contention=replace(contention, collectives=factor, delay_s=delay_s))
 
 
