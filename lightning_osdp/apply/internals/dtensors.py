@@ -312,17 +312,23 @@ def of_rows_there(rows: Tensor, like: DTensor) -> DTensor:
     if rows.dtype != like.dtype:
         meta = TensorMeta(like.shape, like.stride(), rows.dtype)
         spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
-    make: Any = DTensor
-    found: DTensor = make(rows, spec, requires_grad=False)
+    return of_spec(rows, spec)
+
+
+def of_spec(rows: Tensor, spec: Any) -> DTensor:
+    """DTensor of a layout with these rows, made as torch's own operations make theirs, but at half the overhead.
+
+    ``__init__`` has nothing to do.
+    """
+    new: Any = DTensor.__new__
+    found: DTensor = new(DTensor, rows, spec, requires_grad=False)
     return found
 
 
 def whole_there(whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """DTensor that is whole on each rank of a mesh, likewise."""
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    make: Any = DTensor
-    found: DTensor = make(whole, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta), requires_grad=False)
-    return found
+    return of_spec(whole, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta))
 
 
 def on_mesh_device(tensor: DTensor) -> DTensor:

@@ -95,15 +95,16 @@ def copies_gradients(group: Any) -> bool:
 
 
 @torch.no_grad()
-def add_gradient(shard: Tensor, gradient: DTensor, *, is_kept: bool) -> None:
-    """Sets the gradient of a shard, or adds to it; that of one on the host there, unseen by modes that count."""
+def add_gradients(gradients: Iterable[tuple[Tensor, DTensor]], *, is_kept: bool) -> None:
+    """Sets gradients of shards, or adds to them; those of shards on the host there, unseen by modes that count."""
     with _disable_current_modes() if is_kept else nullcontext():
-        if shard.grad is not None:
-            dtensors.local(shard.grad).add_(gradient._local_tensor)
-            return
-        if is_kept:
-            gradient._local_tensor = gradient._local_tensor.clone()
-        shard.grad = gradient
+        for shard, gradient in gradients:
+            if shard.grad is not None:
+                dtensors.local(shard.grad).add_(gradient._local_tensor)
+                continue
+            if is_kept:
+                gradient._local_tensor = gradient._local_tensor.clone()
+            shard.grad = gradient
 
 
 def wait_for_copies(parameters: Iterable[Any]) -> None:

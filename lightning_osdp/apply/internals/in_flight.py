@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
 
-from lightning_osdp.apply.internals import access, backward, host_shards
+from lightning_osdp.apply.internals import access, backward, dtensors, host_shards, resident
 from lightning_osdp.operations.gloo import begin_all_to_all, is_by_gloo
 from lightning_osdp.operations.reduce_scatter import ReduceScatter, add_up, can_add_up
 from lightning_osdp.planner.engine import REDUCTIONS_IN_FLIGHT
@@ -105,18 +105,35 @@ class Reductions:
 
     def _all_reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
         """Ends backward of a unit that all nodes or ranks have; begins the all-reduce that torch would wait for."""
-        if not (group.reduce_grads and group.all_reduce_grads) or _has_hooks(group):
+        is_copied = resident.is_replicated(group) and group._all_reduce_hook is None
+        is_taken_up = _has_hooks(group)
+        if not (group.reduce_grads and group.all_reduce_grads) or (is_taken_up and not is_copied):
             post_backward(*unused)
             return
         given = [*compress(group.fsdp_params, backward.are_given_gradients(group))]
-        group.all_reduce_grads = False
-        try:
-            post_backward(*unused)
-        finally:
-            group.all_reduce_grads = True
-        output, group._partial_reduce_output = group._partial_reduce_output, None
-        if output is not None:
-            self.begin(_begun_all_reduce(group, given, output))
+        if is_copied:
+            self.make_room()
+            group.comm_ctx.reduce_scatter_states.clear()  # inputs of those that have ended, which torch drops here, too
+            group._training_state = TrainingState.POST_BACKWARD
+            output = _copied_gradients(group, given)
+        else:
+            group.all_reduce_grads = False
+            try:
+                post_backward(*unused)
+            finally:
+                group.all_reduce_grads = True
+            output, group._partial_reduce_output = group._partial_reduce_output, None
+        if output is None:
+            return
+        begun = _begun_all_reduce(group, given, output)
+        del output
+        if not is_taken_up:
+            self.begin(begun)
+            return
+        begun.end()
+        for each in given:
+            for hook in (getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(each.sharded_param)
 
     def _end(self, end: Callable[[], None]) -> None:
         end()
@@ -167,10 +184,10 @@ class _Aside:
 
     def put_back(self) -> None:
         """Adds to them what torch has set."""
+        found = [(shard, shard.grad) for shard, _ in self._before if shard.grad is not None]
         for shard, before in self._before:
-            gradient, shard.grad = shard.grad, before
-            if gradient is not None:
-                host_shards.add_gradient(shard, gradient, is_kept=True)
+            shard.grad = before
+        host_shards.add_gradients(found, is_kept=True)
 
 
 class _Begun:
@@ -239,9 +256,7 @@ class _Begun:
         parts = [gradient._local_tensor for _, gradient in self._gradients]
         if parts and parts[0].dtype != self._output.dtype:  # parts of what was cast before it was there
             parts[0].as_strided(self._output.shape, self._output.stride(), 0).copy_(self._output)
-        is_kept = host_shards.copies_gradients(self.group)
-        for parameter, gradient in self._gradients:
-            host_shards.add_gradient(parameter, gradient, is_kept=is_kept)
+        host_shards.add_gradients(self._gradients, is_kept=host_shards.copies_gradients(self.group))
 
 
 def _begun_reduce_scatter(
@@ -256,6 +271,37 @@ def _begun_reduce_scatter(
 
 
 @torch.no_grad()
+def _copied_gradients(group: Any, parameters: Sequence[Any]) -> Tensor | None:
+    """Copies gradients of a unit that each rank has all of into a flat tensor, and drops them; None of no parameters.
+
+    Torch does the same with a second tensor of that size, into which it copies the first.
+    """
+    if not parameters:
+        return None
+    flat = torch.empty(
+        sum(each.padded_sharded_param_size.numel() for each in parameters),
+        dtype=group._reduce_dtype or parameters[0].orig_dtype,
+        device=group.device,
+    )
+    torch._foreach_copy_(_parts_of(flat, parameters), [_taken_gradient(each) for each in parameters])
+    before, *_ = _factors_of_mesh(group, flat)
+    return flat if before in {None, 1} else flat.div_(before)
+
+
+def _taken_gradient(parameter: Any) -> Tensor:
+    """Gradient of an unsharded parameter, which has none afterwards; zeros where backward has not come to it."""
+    gradient: Tensor
+    parameter.accumulate_unsharded_grad_if_needed()
+    if parameter.unsharded_accumulated_grad is not None:
+        gradient, parameter.unsharded_accumulated_grad = parameter.unsharded_accumulated_grad_data, None
+    elif parameter._unsharded_param.grad is not None:
+        gradient, parameter._unsharded_param.grad = parameter.unsharded_grad_data, None
+    else:
+        gradient = parameter.unsharded_zero_grad_data
+    return gradient
+
+
+@torch.no_grad()
 def _begun_all_reduce(group: Any, parameters: Sequence[Any], output: Tensor) -> _Begun:
     """Begins the all-reduce of all gradients of a unit's shards, padded one after the other in a flat tensor."""
     number = sum(each.padded_sharded_param_size.numel() for each in parameters)
@@ -265,22 +311,35 @@ def _begun_all_reduce(group: Any, parameters: Sequence[Any], output: Tensor) -> 
             f" torch reduces, got {number}. Please report it; plans with"
             ' OSDPStrategy(search_space=SearchSpace(modes=("ZDP", "DP", "resident"))) do without such a unit.'
         )
-    mesh = group.mesh_info
-    _, divisor, _, op = _divide_factors(group, output, mesh.shard_process_group, mesh.replicate_process_group)
-    dtype, offset = parameters[0].orig_dtype, 0
+    _, divisor, _, op = _factors_of_mesh(group, output)
+    dtype = parameters[0].orig_dtype
     whole = output if dtype == output.dtype else torch.empty_like(output, dtype=dtype)  # `_Begun.end` casts
-    gradients: list[tuple[nn.Parameter, DTensor]] = []
-    for each in parameters:
-        part = torch.as_strided(whole, each.sharded_size, each.contiguous_sharded_stride, offset)
-        gradients.append((each.sharded_param, each.to_sharded_dtensor(part)))
-        offset += each.padded_sharded_param_size.numel()
-    work = dist.all_reduce(output, op=op, group=mesh.replicate_process_group, async_op=True)
+    gradients = [
+        (each.sharded_param, dtensors.of_spec(part, each._sharding_spec))
+        for each, part in zip(parameters, _parts_of(whole, parameters), strict=True)
+    ]
+    work = dist.all_reduce(output, op=op, group=group.mesh_info.replicate_process_group, async_op=True)
     return _Begun(group, output, work, divisor, gradients=gradients)
+
+
+def _parts_of(flat: Tensor, parameters: Iterable[Any]) -> list[Tensor]:
+    """Views of the shards of parameters in a flat tensor that has them one after the other, with their paddings."""
+    offset, parts = 0, []
+    for each in parameters:
+        parts.append(torch.as_strided(flat, each.sharded_size, each.contiguous_sharded_stride, offset))
+        offset += each.padded_sharded_param_size.numel()
+    return parts
+
+
+def _factors_of_mesh(group: Any, whole: Tensor) -> tuple[Any, ...]:
+    mesh = group.mesh_info
+    return _divide_factors(group, whole, mesh.shard_process_group, mesh.replicate_process_group)
 
 
 def _divide_factors(
     group: Any, whole: Tensor, scattering: dist.ProcessGroup, reducing: dist.ProcessGroup | None
 ) -> tuple[Any, ...]:
+    """Divisors before and after reductions of a tensor, and operations of reduce-scatters and all-reduces."""
     factors: tuple[Any, ...] = _get_gradient_divide_factors(
         scattering,
         reducing,

@@ -20,7 +20,7 @@ On gloo q is 2 r, and the last term the sum of both.
   The last gradient lives while the tensor is reduced, a name outlives the loop. Where the backend copies, what it
   receives lives as long, and so does what it returns, where that is cast or added to gradients of micro-batches before.
   Units that are sharded in the node wait for their reduce-scatters: what these return lives so for the all-reduce
-  between nodes.
+  between nodes. Of units that each rank has all of, gradients are gone once they are copied, where the backend copies.
 - Where forward leaves a shard in each node, it is cut from what was gathered, in the dtype of computing and with its
   paddings. It lives until backward has copied out what is gathered of it; under mixed precision it is copied for that.
 - A shard on the host is copied for an all-gather in the dtype of computing; the copy lives as that of a shard that is
@@ -386,9 +386,19 @@ class LiveParts:
     def _reduce_whole(self, unit: int) -> None:
         """All-reduces gradients in place, once they are copied; where they are cast then, they stay to the end.
 
-        Where the backend copies, that goes on, and they stay as long.
+        Where the backend copies, that goes on, and they stay as long: the only copy of gradients that are gone.
         """
-        self._reduce_in_node(unit)
+        if not self.copies:
+            self._reduce_in_node(unit)
+            return
+        size, before = self.sizes[unit], self.sent
+        self._send(0.0)
+        self._observe("backward", self._name(unit), "unsharded gradients", size.scattered)
+        self._drop_gradients(unit)
+        is_cast = size.scattered != size.reduced
+        self._observe("backward", self._name(unit), "unsharded gradients", size.scattered + size.reduced * is_cast)
+        self._go_on(before, size.scattered * is_cast + self._passed_on(unit))
+        self._keep_reduced(unit)
 
     def _keep_reduced(self, unit: int) -> None:
         if unit not in self.reduced:
@@ -418,19 +428,30 @@ class LiveParts:
         cast = size.reduced if casts and size.scattered != size.reduced else 0.0
         received = sent * (self.copies and self.shards[unit] > 1)
         self._observe("backward", name, "unsharded gradients", sent)
-        if unit in self.accumulated:
-            self.accumulated.remove(unit)
-            self._add("accumulated gradients", -size.whole_gradient)
-        else:
-            self._add("unsharded gradients", -size.gradients)
+        self._drop_gradients(unit)
         if self.world_size > 1:
             self._observe("reduce-scatter", name, "unsharded gradients", left + received)
         received *= goes_on and not is_received
         self._observe("backward", name, "unsharded gradients", left + received + cast)
         if goes_on:
-            # gradients of earlier micro-batches are added to when it has ended, and then others are copied to the host
-            is_passed_on = unit in self.reduced or size.kept_gradient < size.reduced
-            sent += received + size.scattered * bool(cast) + (cast or size.scattered) * is_passed_on
+            sent += received + size.scattered * bool(cast) + self._passed_on(unit)
+        self._go_on(before, sent)
+
+    def _drop_gradients(self, unit: int) -> None:
+        """Frees gradients that were copied."""
+        if unit in self.accumulated:
+            self.accumulated.remove(unit)
+            self._add("accumulated gradients", -self.sizes[unit].whole_gradient)
+        else:
+            self._add("unsharded gradients", -self.sizes[unit].gradients)
+
+    def _passed_on(self, unit: int) -> float:
+        """Bytes of reduced gradients that are added to earlier ones, or copied to the host, when a reduction ends."""
+        size = self.sizes[unit]
+        return size.reduced if unit in self.reduced or size.kept_gradient < size.reduced else 0.0
+
+    def _go_on(self, before: float, sent: float) -> None:
+        """Keeps what a reduction sends until the next one, where one of ``before`` bytes has kept its own so far."""
         # where others reduce in the last micro-batch only, an earlier one is there for longer
         self._send(max(before, sent) if self.is_bound and self.num_micro_batches > 1 else sent)
         self.settled = 0.0

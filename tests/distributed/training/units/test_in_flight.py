@@ -161,27 +161,28 @@ def test_frozen_units_wait_for_no_reduce_scatter(ranks):
     assert ranks(2).run(seen_behind_frozen_units) == [[1, 1, 1, 1]] * 2
 
 
-def looked_at(most):
+def looked_at(most, kind):
     """Gradients of one unit as hooks find them: complete where torch tells of it, those of before where it does not."""
-    run, (batches, *_) = made(base_plan("both"), most), batches_by_step()
+    run, (batches, *_) = made(PLANS[kind](base_plan("both")), most), batches_by_step()
     first, last = run.module.first, run.module.last
     in_hooks, in_backward = [], []
     last.weight.register_post_accumulate_grad_hook(lambda weight: in_hooks.append(weight.grad.to_local().clone()))
-    looked = run.module.alone.up
+    looked = run.module.alone.up.weight
+    shards = (last.weight, looked)
     first.register_forward_hook(lambda _, __, output: hold(output))
 
     def hold(output):
         output.register_hook(look)
 
     def look(_):
-        gradient = looked.weight.grad
+        gradient = looked.grad
         in_backward.append(None if gradient is None else dtensors.local(gradient).clone())
 
     torch.manual_seed(7)
     found = []
     for batch in batches:
         run.module(batch).backward()
-        found.append([dtensors.local(weight.grad).clone() for weight in (last.weight, looked.weight)])
+        found.append([dtensors.local(weight.grad).clone() for weight in shards])
     (whole, before), (both, after) = found
     return (
         torch.equal(in_hooks[0], whole) and torch.equal(in_hooks[1], both) and not torch.equal(whole, both),
@@ -189,8 +190,9 @@ def looked_at(most):
     )
 
 
-def test_who_looks_at_gradients_in_backward_finds_whole_ones(ranks):
-    assert ranks(2).run(looked_at, most=100) == [(True, True)] * 2
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+def test_who_looks_at_gradients_in_backward_finds_whole_ones(ranks, kind):
+    assert ranks(2).run(looked_at, most=100, kind=kind) == [(True, True)] * 2
 
 
 class _Broken:
