@@ -95,13 +95,13 @@ class _Unit:
         )
         for hooks, number in (*entering[first:], *(() if self.casts_outputs else leaving)):
             if number in hooks:
-                before = [*takewhile(number.__ne__, hooks)]
+                before = [*takewhile(number.__ne__, hooks)] if len(hooks) > 1 else []
                 self._off.append((hooks, number, hooks.pop(number), before))
 
     def put_hooks_back(self) -> None:
         """Puts back what was taken off, each hook in its place among others."""
         for hooks, number, hook, before in self._off:
-            after = [other for other in hooks if other not in before]
+            after = [other for other in hooks if other not in before] if hooks else ()
             hooks[number] = hook
             for other in after:
                 hooks.move_to_end(other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from lightning_osdp.apply.internals import access, dtensors, gathering, unsharde
 
 _RESIDENT = "lightning_osdp_is_resident"
 """Attribute of units that are told to stay unsharded."""
+_IS_TRAINED = attrgetter("sharded_param.requires_grad")
 
 
 class _Kept(NamedTuple):
@@ -60,7 +62,7 @@ class _Places:
 
     def show(self) -> bool:
         """Puts whole weights into the modules; returns False where torch has to."""
-        if not (self._is_plain and all(map(_is_trained_alike, self._parameters))):
+        if not (self._is_plain and _are_trained_alike(self._parameters)):
             return False
         for module, name, each in self._places:
             module._parameters[name] = each._unsharded_param
@@ -69,7 +71,7 @@ class _Places:
 
     def hide(self) -> bool:
         """Puts shards into the modules; returns False where torch has to, as for weights that got other memory."""
-        if not self._is_plain or any(map(_is_changed, self._parameters)):
+        if not (self._is_plain and _are_trained_alike(self._parameters)) or any(map(_is_moved, self._parameters)):
             return False
         for module, name, each in self._places:
             module._parameters[name] = each.sharded_param
@@ -339,7 +341,7 @@ def is_replicated(group: Any) -> bool:
 
 
 def _is_frozen(group: Any) -> bool:
-    return not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+    return not any(map(_IS_TRAINED, group.fsdp_params))
 
 
 def _outdate(group: Any) -> None:
@@ -348,17 +350,15 @@ def _outdate(group: Any) -> None:
         increment_version(parameter._unsharded_param)
 
 
-def _is_changed(parameter: Any) -> bool:
-    """Tells if somebody has unfrozen an unsharded weight, given it other memory, or refers to its memory by NumPy."""
-    whole, (gathered,) = parameter._unsharded_param, parameter.all_gather_outputs
-    if whole.data_ptr() != gathered.data_ptr() or not gathered.untyped_storage().resizable():
-        return True
-    return not _is_trained_alike(parameter)
+def _is_moved(parameter: Any) -> bool:
+    """Tells if somebody has given an unsharded weight other memory, or refers to its memory by NumPy."""
+    (gathered,) = parameter.all_gather_outputs
+    return parameter._unsharded_param.data_ptr() != gathered.data_ptr() or not gathered.untyped_storage().resizable()
 
 
-def _is_trained_alike(parameter: Any) -> bool:
-    """Tells if an unsharded weight is trained, or frozen, as its shard is."""
-    return bool(parameter._unsharded_param.requires_grad == parameter.sharded_param.requires_grad)
+def _are_trained_alike(parameters: Iterable[Any]) -> bool:
+    """Tells if unsharded weights are trained, or frozen, as their shards are."""
+    return all(each._unsharded_param.requires_grad == each.sharded_param.requires_grad for each in parameters)
 
 
 def _num_bytes(parameter: Any) -> int:

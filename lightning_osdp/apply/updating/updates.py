@@ -188,7 +188,9 @@ def _computing_with(optimizer: Optimizer, stepped: Sequence[Stepped], left_out: 
         if rows is None:
             local_states[key] = fields
         else:
-            local_states[rows] = of_rows = {name: dtensors.local(value) for name, value in fields.items()}
+            local_states[rows] = of_rows = {
+                name: value._local_tensor if isinstance(value, DTensor) else value for name, value in fields.items()
+            }
             known[id(rows)] = [*map(id, of_rows.values())]
     try:
         for each in stepped:
@@ -232,8 +234,9 @@ def _with_gradients(optimizer: Optimizer) -> list[tuple[DTensor, DTensor]] | Non
         if parameter is None:
             continue
         for value in fields.values():
-            is_rows = isinstance(value, Tensor) and value.dim() > 0  # others count steps, and the like
-            if is_rows and not dtensors.has_layout_of(value, parameter):
+            if not isinstance(value, Tensor) or dtensors.has_layout_of(value, parameter):
+                continue
+            if value.dim() > 0:  # others count steps, and the like
                 return None
     return pairs
 
