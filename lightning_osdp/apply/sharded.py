@@ -577,7 +577,7 @@ class ShardedModel:
                     f"OSDP: the plan cuts operators into slices that {type(optimizer).__name__} updates one by one. If"
                     " it looks at whole parameters, as at their norms, it takes other steps than under DDP: plan anew"
                     " with SearchSpace(slices=(1,)), without 'stationary' where one operator makes queries, keys and"
-                    " values."
+                    " values, or gates and values."
                 )
             self.host.check(optimizer)
             try_optimizer(optimizer)

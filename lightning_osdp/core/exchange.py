@@ -14,6 +14,9 @@ one for each token or sample, and features.
 - ``attention``: three operators by columns of one input, for queries, keys and values, or one that makes all three,
   attention, which treats each head of each sample by itself, and an operator by rows: each rank has some of the heads
   of all samples in between.
+- ``heads``: the same with one operator whose features of a head are all beside each other, as queries, keys and values
+  of one head in GPT-NeoX; and whatever else treats each head of each sample by itself.
+- ``gated``: one operator that makes gates and then as many values, as one of a gated MLP may, and an operator by rows.
 - ``embedding``: by columns, with indices for inputs.
 
 References:
@@ -27,24 +30,30 @@ from dataclasses import dataclass
 from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.errors import ConfigurationError
 
-KINDS = ("column", "row", "pair", "attention", "embedding")
-FED_KINDS = frozenset({"pair", "attention"})
+KINDS = ("column", "row", "pair", "attention", "heads", "gated", "embedding")
+BY_HEADS = frozenset({"attention", "heads", "gated"})
+"""Kinds of which each rank has some heads of all samples, or features where each is treated by itself."""
+FED_KINDS = BY_HEADS | {"pair"}
 """Kinds whose last operator takes what the others make: all ranks meet again where it begins."""
 MOST_COLUMNS = 3
 """Columns that may share one input, at most."""
-NUM_PROJECTED = 3
-"""Queries, keys and values."""
+NUM_PROJECTED, NUM_GATED = 3, 2
+"""Queries, keys and values; gates and values."""
 
 
 def numbers_of_operators(kind: str) -> tuple[int, ...]:
     """Numbers of operators that an exchange of this kind may have."""
     columns = tuple(range(1, MOST_COLUMNS + 1))
-    return {"pair": (2, 3), "attention": (2, NUM_PROJECTED + 1), "column": columns}.get(kind, (1,))
+    numbers = {"pair": (2, 3), "attention": (2, NUM_PROJECTED + 1), "heads": (2,), "gated": (2,), "column": columns}
+    return numbers.get(kind, (1,))
 
 
-def cuts_parameters(kind: str, num_operators: int) -> bool:
-    """True if one operator makes queries, keys and values, whose weights are then parameters of their own."""
-    return kind == "attention" and num_operators == 2
+def num_parts(kind: str, num_operators: int) -> int:
+    """Number of equal parts of the first operator's output, such as queries, keys and values.
+
+    Where there are several, each becomes an operator with parameters of its own.
+    """
+    return {"gated": NUM_GATED, "attention": NUM_PROJECTED if num_operators == 2 else 1}.get(kind, 1)
 
 
 @dataclass(frozen=True)
@@ -70,22 +79,24 @@ class Exchange:
     saved_again: tuple[Affine, ...] = ()
     """Likewise what each further operator that takes it saves in addition, such as a copy of its own."""
     outputs: tuple[Affine, ...] = ()
-    """Output of each column where there are several, and of each projection of attention; empty for all else."""
+    """Output of each column where there are several, and of each operator that makes heads; empty for all else."""
     fed_bytes: Affine = ZERO
-    """Input of the last operator of attention."""
+    """Input of the operator that takes heads."""
     num_heads: int = 0
-    """Number of heads of attention, those of keys if these are fewer; 0 for all else, which ranks may cut anywhere."""
+    """Number of heads, those of keys if these are fewer, or of features where each is treated by itself; 0 where there
+    are none, which ranks may cut anywhere."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS or len(self.operators) not in numbers_of_operators(self.kind):
             raise ConfigurationError(
                 f"Expected an exchange of one of {KINDS} with one operator, up to three columns of one input, two or"
-                f" three operators for a pair, or two or four for attention, got {self.kind!r} with {self.operators}."
+                f" three operators for a pair, two or four for attention, or two for heads and gated, got {self.kind!r}"
+                f" with {self.operators}."
             )
-        if (self.num_heads > 0) != (self.kind == "attention"):
+        if (self.num_heads > 0) != (self.kind in BY_HEADS):
             raise ConfigurationError(
-                f"Expected a number of heads of attention, and of nothing else, got {self.num_heads} for a"
-                f" {self.kind!r} with {self.operators}. Profile the model again."
+                f"Expected a number of heads of one of {sorted(BY_HEADS)}, and of nothing else, got {self.num_heads}"
+                f" for a {self.kind!r} with {self.operators}. Profile the model again."
             )
         num_outputs = len(self.operators) - 1 if self.num_heads else len(self.operators) * self.is_shared
         if len(self.outputs) != num_outputs:
@@ -101,8 +112,13 @@ class Exchange:
 
     @property
     def cuts_parameters(self) -> bool:
-        """True if one operator makes queries, keys and values, see the function of this name."""
-        return cuts_parameters(self.kind, len(self.operators))
+        """True if parts of what one operator makes get parameters of their own."""
+        return self.num_parts > 1
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of the first operator's output, see the function of this name."""
+        return num_parts(self.kind, len(self.operators))
 
     @property
     def gathers_inputs(self) -> bool:

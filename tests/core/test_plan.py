@@ -458,7 +458,7 @@ def test_what_moves_activations_names_an_exchange_of_its_operators():
     moving = {"treatments": [{"moves": "activations"}], "operators": ["head"], "exchange": "column"}
     unit = Plan.from_json(edited_unit(**moving)).units[1]
     assert (unit.modes, unit.exchange) == (("stationary",), "column")
-    kinds = "('column', 'row', 'pair', 'attention', 'embedding')"
+    kinds = "('column', 'row', 'pair', 'attention', 'heads', 'gated', 'embedding')"
     refused(
         edited_unit(**moving | {"exchange": ""}),
         f"Expected an 'exchange' of unit 'head' of the plan, one of {kinds}, for it moves activations.",

@@ -45,15 +45,16 @@ def test_replicated_units_are_offered_unasked_where_a_plain_step_trains_little(m
 
 @pytest.mark.parametrize("is_elementwise", [True, False])
 def test_optimizers_that_may_look_at_whole_parameters_get_them_unless_slices_are_named(model, operator, is_elementwise):
+    moving = (("attention", ("qkv", "out")), ("gated", ("qkv", "out")), ("heads", ("qkv", "out")))
     exchanges = tuple(
-        Exchange("attention", names, outputs=(Affine(),) * (len(names) - 1), num_heads=4)
-        for names in (("qkv", "out"), ("q", "k", "v", "o"))
+        Exchange(kind, names, outputs=(Affine(),) * (len(names) - 1), num_heads=4)
+        for kind, names in (*moving, ("attention", ("q", "k", "v", "o")))
     )
     operators = [operator(name, 40) for name in ("qkv", "out", "q", "k", "v", "o")]
     profile = model(*operators, exchanges=exchanges, optimizer=OptimizerProfile(is_elementwise=is_elementwise))
     assert SearchSpace().unasked(profile).slices == ((1, 2, 4, 8, 16) if is_elementwise else (1,))
     assert SearchSpace(slices=(1, 3)).unasked(profile).slices == (1, 3)
-    assert SearchSpace(modes=("ZDP", "stationary")).of(profile).exchanges == exchanges[not is_elementwise :]
+    assert SearchSpace(modes=("ZDP", "stationary")).of(profile).exchanges == exchanges[2 * (not is_elementwise) :]
     assert SearchSpace().of(profile).exchanges == ()
 
 

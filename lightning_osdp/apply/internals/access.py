@@ -61,7 +61,6 @@ _METHODS = {
         "_init_sharded_post_forward_param_metadata",
         "_get_grad_inner_tensor",
         "_setattr_on_modules",
-        "accumulate_unsharded_grad_if_needed",
         "alloc_all_gather_outputs",
         "free_unsharded_param",
         "init_all_gather_outputs",
@@ -72,9 +71,6 @@ _METHODS = {
         "to_sharded_dtensor",
         "to_sharded_post_forward_dtensor",
         "to_unsharded",
-        "unsharded_accumulated_grad_data",
-        "unsharded_grad_data",
-        "unsharded_zero_grad_data",
     ),
     TrainingState: ("FORWARD", "PRE_BACKWARD", "POST_BACKWARD", "IDLE"),
 }
@@ -107,7 +103,6 @@ _ATTRIBUTES = {
         "_partial_reduce_output",
         "_post_forward_indices",
         "_post_reduce_event",
-        "_reduce_dtype",
         "_sharded_state",
         "_reduce_scatter_comm",
         "_reshard_after_forward_event",
@@ -156,6 +151,7 @@ IN_NODES = "a mode that leaves a shard in each node"
 ON_HOST = "a shard on the host"
 _AHEAD = "asynchronous_unshard, so that steps may take longer than predicted"
 _AT_ONCE = "copies of all shards of a unit at once, on one rank"
+_IN_TIME = "a peak as predicted, where units are replicated"
 _ONCE = "that a tensor given to a unit twice arrives as one"
 _QUICK = "a quick call of modules that find their unit unsharded"
 WHOLE = "gathered(), and a fit of a model that was evaluated first"
@@ -177,6 +173,7 @@ _DISPENSABLE = {
     "parameter.param_dtype": ON_HOST,
     "parameter.post_forward_mesh_info": IN_NODES,
     "parameter.sharded_state": ON_HOST,
+    "state._comm_ctx.reduce_scatter_states": _IN_TIME,
     "state._modules": WHOLE,
     "state._modules_to_run_forward": _QUICK,
     "state._state_ctx.iter_forward_root": _QUICK,

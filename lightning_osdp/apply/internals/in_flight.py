@@ -3,8 +3,9 @@
 ``fully_shard`` calls a reduce-scatter that it waits for, and makes gradients of shards views of what that has filled.
 Here it only begins (`lightning_osdp.operations.reduce_scatter`): its output is filled later, and the gradients with it.
 Until then they are put aside, so that who looks at a shard's gradient inside of backward finds what was there before.
-Where nodes, or ranks, have all of a unit, torch is told to leave gradients as they are before their all-reduce, which
-begins here, too; in nodes the reduce-scatter before it is waited for, for links inside of a node are fast.
+Where nodes have all of a unit, torch is told to leave gradients as they are before their all-reduce, which begins here,
+too; the reduce-scatter before it is waited for, for links inside of a node are fast. Gradients of a unit that each rank
+has all of are copied here, and their all-reduce begins.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from lightning_osdp.apply.internals import access, backward, dtensors, host_shards, resident
 from lightning_osdp.operations.gloo import begin_all_to_all, is_by_gloo
@@ -105,7 +107,9 @@ class Reductions:
 
     def _all_reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
         """Ends backward of a unit that all nodes or ranks have; begins the all-reduce that torch would wait for."""
-        is_copied = resident.is_replicated(group) and group._all_reduce_hook is None
+        is_copied = (
+            resident.is_replicated(group) and group._all_reduce_hook is None and group.gradient_divide_factor is None
+        )
         is_taken_up = _has_hooks(group)
         if not (group.reduce_grads and group.all_reduce_grads) or (is_taken_up and not is_copied):
             post_backward(*unused)
@@ -113,9 +117,11 @@ class Reductions:
         given = [*compress(group.fsdp_params, backward.are_given_gradients(group))]
         if is_copied:
             self.make_room()
-            group.comm_ctx.reduce_scatter_states.clear()  # inputs of those that have ended, which torch drops here, too
+            # inputs of those that have ended, which torch drops here, too
+            getattr(group.comm_ctx, "reduce_scatter_states", []).clear()
             group._training_state = TrainingState.POST_BACKWARD
-            output = _copied_gradients(group, given)
+            with record_function(f"FSDP::post_backward_reduce ({group._module_fqn})"):
+                output = _copied_gradients(group, given)
         else:
             group.all_reduce_grads = False
             try:
@@ -131,9 +137,10 @@ class Reductions:
             self.begin(begun)
             return
         begun.end()
-        for each in given:
-            for hook in (getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
-                hook(each.sharded_param)
+        with torch.no_grad():
+            for each in given:
+                for hook in (getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
+                    hook(each.sharded_param)
 
     def _end(self, end: Callable[[], None]) -> None:
         end()
@@ -280,7 +287,7 @@ def _copied_gradients(group: Any, parameters: Sequence[Any]) -> Tensor | None:
         return None
     flat = torch.empty(
         sum(each.padded_sharded_param_size.numel() for each in parameters),
-        dtype=group._reduce_dtype or parameters[0].orig_dtype,
+        dtype=parameters[0].reduce_dtype or parameters[0].orig_dtype,
         device=group.device,
     )
     torch._foreach_copy_(_parts_of(flat, parameters), [_taken_gradient(each) for each in parameters])
@@ -290,15 +297,15 @@ def _copied_gradients(group: Any, parameters: Sequence[Any]) -> Tensor | None:
 
 def _taken_gradient(parameter: Any) -> Tensor:
     """Gradient of an unsharded parameter, which has none afterwards; zeros where backward has not come to it."""
-    gradient: Tensor
-    parameter.accumulate_unsharded_grad_if_needed()
+    whole = parameter._unsharded_param
+    gradient, earlier = whole.grad, parameter.unsharded_accumulated_grad
+    if earlier is not None and gradient is not earlier:  # since torch 2.15 it is the one above
+        gradient = earlier if gradient is None else earlier.add_(gradient)
+    whole.grad = None
     if parameter.unsharded_accumulated_grad is not None:
-        gradient, parameter.unsharded_accumulated_grad = parameter.unsharded_accumulated_grad_data, None
-    elif parameter._unsharded_param.grad is not None:
-        gradient, parameter._unsharded_param.grad = parameter.unsharded_grad_data, None
-    else:
-        gradient = parameter.unsharded_zero_grad_data
-    return gradient
+        parameter.unsharded_accumulated_grad = None
+    found: Tensor = parameter._get_grad_inner_tensor(torch.zeros_like(whole) if gradient is None else gradient)
+    return found
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_osdp.core.exchange import NUM_GATED
 from lightning_osdp.operations.stationary.elementwise import Elementwise, name_of, preserved_generators
 
 _RESHAPES = frozenset({"_unsafe_view", "flatten", "reshape", "unflatten", "view"})
@@ -35,7 +36,7 @@ _NORMS = frozenset({"layer_norm", "rms_norm"})
 _PRODUCTS = frozenset({"__matmul__", "matmul"})
 _NUM_LAST = {"view_as_complex": 1, "view_as_real": -1}
 """Functions that take away as many last dimensions."""
-_OF_ONE = _RESHAPES | _VIEWS | _OVER_DIMS | _NUM_LAST.keys() | {"repeat_interleave"}
+_OF_ONE = _RESHAPES | _VIEWS | _OVER_DIMS | _NUM_LAST.keys() | {"glu", "repeat_interleave"}
 _SIZES = frozenset({"__len__", "is_contiguous", "nelement", "numel", "shape", "size", "stride"})
 """Functions that give sizes, which are those that one rank's samples have with all heads."""
 _INDICES = (int, slice, type(None), type(...))
@@ -162,6 +163,10 @@ def _moved(function: _Function, given: Tensor, own: Blocks) -> Iterable[Blocks]:
     if name in _NUM_LAST:
         _check(own.dim < -_NUM_LAST[name], "over heads")
         return [own._replace(dim=own.dim + _NUM_LAST[name])]
+    if name == "glu":
+        is_along = own.dim in _dims(function.argument(1, "dim", -1), given.dim())
+        _check(not is_along or own.num_parts == NUM_GATED, "along heads")
+        return [own._replace(num_parts=1) if is_along else own]
     if name == "repeat_interleave":
         are_numbers = all(isinstance(function.argument(*each), int) for each in ((1, "repeats"), (2, "dim")))
         _check(are_numbers, "without a number and a dimension")

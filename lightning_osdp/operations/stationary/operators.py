@@ -1,8 +1,8 @@
 """Operators that move activations instead of weights: modules of users that change their class in place.
 
-Names and attributes stay, and names of parameters, but for an operator that makes queries, keys and values: it is cut
-into slices, as a split one is. Parameters are DTensors, cut over ranks as ``fully_shard`` cuts them: in rows or, where
-a kind needs it, in columns.
+Names and attributes stay, and names of parameters, but for an operator that makes queries, keys and values, or gates
+and values: it is cut into slices, as a split one is. Parameters are DTensors, cut over ranks as ``fully_shard`` cuts
+them: in rows or, where a kind needs it, in columns.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from typing_extensions import Self, override
 
 from lightning_osdp.core.exchange import (
+    BY_HEADS,
     FED_KINDS,
     MOST_COLUMNS,
-    NUM_PROJECTED,
-    cuts_parameters,
+    num_parts,
     numbers_of_operators,
 )
 from lightning_osdp.errors import ConfigurationError, RanksApartError
@@ -418,7 +418,7 @@ class _Taken(torch.autograd.Function):
 
 
 class _Projections(_Stationary):
-    """Operator that makes queries, keys and values, each by a slice of its own that is cut over ranks."""
+    """Operator that makes queries, keys and values, or the like, each by a slice of its own that is cut over ranks."""
 
     slices: nn.ModuleList
 
@@ -487,8 +487,8 @@ class _Attended(_Row):
         call = pair.by_itself if heads is None else heads.call
         if call is None or (heads is not None and heads.pair is not pair):
             raise ConfigurationError(
-                f"Expected {pair.operators[-1]!r} to be given what attention makes of what {pair.firsts} made, for they"
-                f" move activations by heads; got another {type(input).__name__}. {MOVE_WEIGHTS}"
+                f"Expected {pair.operators[-1]!r} to be given what is made head by head of what {pair.firsts} made, for"
+                f" they move activations by heads; got another {type(input).__name__}. {MOVE_WEIGHTS}"
             )
         # attention may leave fewer rows than it was given
         call = replace(call, rows=tuple(self._osdp_stationary.ranks.end(lead.numel())))
@@ -496,7 +496,7 @@ class _Attended(_Row):
             features = to_features(self._to_compute(input.reshape(-1, input.shape[-1])), call)
         elif len({*call.rows}) > 1:
             raise RanksApartError(
-                f"Expected attention to give {pair.operators[-1]!r} as many rows on each rank, for it has some heads of"
+                f"Expected {pair.operators[-1]!r} to be given as many rows on each rank, for it has some heads of"
                 f" all ranks' samples, got {call.rows}. Cut samples by what is the same on all ranks. {MOVE_WEIGHTS}"
             )
         else:
@@ -527,6 +527,8 @@ _CLASSES: Mapping[str, tuple[str, ...]] = {
     "row": _LINEAR,
     "pair": _LINEAR,
     "attention": _LINEAR,
+    "heads": _LINEAR,
+    "gated": _LINEAR,
     "embedding": ("torch.nn.modules.sparse.Embedding",),
 }
 """Classes of the operators of each kind, by their qualified names so that nothing need be imported."""
@@ -535,6 +537,8 @@ _ROLES: Mapping[str, tuple[type[_Stationary], ...]] = {
     "row": (_Row,),
     "pair": (_First, _Last),
     "attention": (_Projection, _Attended),
+    "heads": (_Projection, _Attended),
+    "gated": (_Projection, _Attended),
     "embedding": (_Embedding,),
 }
 """Classes that the operators of each kind get; where there are more, the others have the first class."""
@@ -571,10 +575,11 @@ def _refusal_together(kind: str, operators: Sequence[str], modules: Sequence[nn.
     weights: list[Any] = [module._parameters["weight"] for module in modules]
     dims = [_OUT_DIMS.get(class_name(type(module)), 0) for module in modules]
     taken = [weight.shape[1 - dim] for weight, dim in zip(weights, dims, strict=True)]
-    if cuts_parameters(kind, len(modules)):
+    number = num_parts(kind, len(modules))
+    if number > 1:
         made = weights[0].shape[dims[0]]
-        if made % NUM_PROJECTED or made != getattr(modules[0], BY_OUTPUTS[class_name(type(modules[0]))].features):
-            return f"{operators[0]!r} does not make as many features of queries, keys and values"
+        if made % number or made != getattr(modules[0], BY_OUTPUTS[class_name(type(modules[0]))].features):
+            return f"{operators[0]!r} does not make {number} parts of as many features"
     if len({*modules}) < len(modules):
         return f"{list(operators)} are not modules of their own"
     of_one_input = {"column": taken, "attention": taken[:-1]}.get(kind, ())
@@ -620,16 +625,16 @@ def make_stationary(root: nn.Module, kind: str, operators: Sequence[str], ranks:
     Each rank keeps its part of the parameters that it has, in memory of its own on the device of the mesh.
     """
     pair = Pair(tuple(operators)) if kind in FED_KINDS else None
-    if kind == "attention":
-        _check_heads(root, operators, ranks)
+    if kind in BY_HEADS:
+        _check_heads(root, kind, operators, ranks)
     columns = _Columns(len(operators)) if kind == "column" and len(operators) > 1 else None
     first, *others = _ROLES[kind]
     roles = [first] * (len(operators) - len(others)) + others
     for place, (module, role) in enumerate(zip(map(root.get_submodule, operators), roles, strict=True)):
         state = _State(ranks=ranks, whole_type=type(module), pair=pair, columns=columns, place=place)
-        parts = [module]
-        if place == 0 and cuts_parameters(kind, len(operators)):
-            parts = [*BY_OUTPUTS[class_name(type(module))].of(module, NUM_PROJECTED).slices]
+        parts, number = [module], num_parts(kind, len(operators)) if place == 0 else 1
+        if number > 1:
+            parts = [*BY_OUTPUTS[class_name(type(module))].of(module, number).slices]
             _change(module, _Projections, state)
         for part in parts:
             out_dim = _OUT_DIMS.get(class_name(type(part)), 0)
@@ -647,11 +652,11 @@ def _change(module: nn.Module, role: type[_Stationary], state: _State) -> None:
     module.__class__ = _class_of(role, type(module))  # type: ignore[arg-type]
 
 
-def _check_heads(root: nn.Module, operators: Sequence[str], ranks: Ranks) -> None:
+def _check_heads(root: nn.Module, kind: str, operators: Sequence[str], ranks: Ranks) -> None:
     """Raises `ConfigurationError` unless each rank has as many features of attention."""
     *firsts, last = ((name, root.get_submodule(name)) for name in operators)
     dims = [(name, module, 0) for name, module in firsts] + [(*last, 1)]
-    num_made = NUM_PROJECTED if len(firsts) == 1 else 1
+    num_made = num_parts(kind, len(operators))
     for name, module, dim in dims:
         weight: Any = module._parameters["weight"]
         number = weight.shape[abs(_OUT_DIMS[class_name(type(module))] - dim)]

@@ -20,11 +20,13 @@ operators save of their input, and while operators run
     pair            0; 2 n y            max((n-1) d, n (2 d - x), g); max(n y, g)
     pair of three   0; 0; 2 n y         max(2 n d, g); max(n d, g); max(n y, g)
     attention       o each; x+s+2 n y   max(2 n d, g), max(n d, g) of the last one; max(n y, i, g)
-    of one          o; x+s+2 n y        max(o - d, (2 n - 1) d - o/3 + g); max(n y, i, g)
+    of one          o; x+s+2 n y        max(o - d, (2 n - 1) d - o/p + g); max(n y, i, g)
+    heads           o; x+s+2 n y        max(o - d, (n-1) d, n (2 d - x), g); max(n y, i, g)
     embedding       2 y                 max(2 y - g, y, g)
 
 with outputs o of projections and the input i of attention's last operator, which are copied into another order, and
-what that alone saves of it, s; "of one" is attention whose queries, keys and values one operator makes; with the
+what that alone saves of it, s; "of one" is attention whose queries, keys and values one operator makes, with p = 3, and
+a gated MLP whose gates and values one makes, with p = 2; with the
 gradient of the shard, g, which counts besides and is not there yet while gradients of outputs are exchanged, and a copy
 of it. An exchange holds what is sent and what is received; forward holds the input itself besides, which nothing saves.
 Backward is beside the gradients of an output and of an input, y + d, which are there where weights move, too, or count
@@ -41,7 +43,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.exchange import NUM_PROJECTED, Exchange
+from lightning_osdp.core.exchange import Exchange
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.step import Step
 
@@ -94,14 +96,16 @@ def _beside(
     """
     n, x, d, y = num_ranks, *(of.at(samples) for of in (each.input_bytes, each.input_gradient_bytes, each.output_bytes))
     itself, g = each.saved_bytes.at(samples), gradients[0]
-    if each.kind == "attention":
+    if each.num_heads:
         *of_firsts, of_last = gradients
         made, fed = [output.at(samples) for output in each.outputs], each.fed_bytes.at(samples)
         alone = each.saved_again[-1].at(samples)  # else attention saves what the last operator takes
         summands = [2 * n * d] * (len(made) - 1) + [n * d]
-        if len(made) == 1:  # parts of its gradient are copied, and used one by one, with gradients of others there
-            whole, part = made[0], made[0] / NUM_PROJECTED
+        if each.cuts_parameters:  # parts of its gradient are copied, and used one by one, with those of others there
+            whole, part = made[0], made[0] / each.num_parts
             summands = [max(whole - d, (2 * n - 1) * d - part + g)]
+        elif len(made) == 1:  # its gradient is copied before there is one of the input
+            summands = [max(made[0] - d, (n - 1) * d, n * (2 * d - x))]
         firsts = (
             _Beside(itself + copied, max(added, of), n * x + copied)
             for copied, added, of in zip(made, summands, of_firsts, strict=True)

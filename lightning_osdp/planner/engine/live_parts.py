@@ -20,7 +20,7 @@ On gloo q is 2 r, and the last term the sum of both.
   The last gradient lives while the tensor is reduced, a name outlives the loop. Where the backend copies, what it
   receives lives as long, and so does what it returns, where that is cast or added to gradients of micro-batches before.
   Units that are sharded in the node wait for their reduce-scatters: what these return lives so for the all-reduce
-  between nodes. Of units that each rank has all of, gradients are gone once they are copied, where the backend copies.
+  between nodes. Gradients of units that each rank has all of are gone once they are copied, where the backend copies.
 - Where forward leaves a shard in each node, it is cut from what was gathered, in the dtype of computing and with its
   paddings. It lives until backward has copied out what is gathered of it; under mixed precision it is copied for that.
 - A shard on the host is copied for an all-gather in the dtype of computing; the copy lives as that of a shard that is

@@ -139,9 +139,9 @@ def profile_exchanges(
         made = affine({size: each.output_bytes for size, each in handed.items()})
         kind = _kind_alone(first.input_bytes, first.output_bytes, is_embedding=name in embeddings)
         found.append(Exchange(kind, (name,), given, needed, made, saved))
-        attended = _attended(trace, index, num_projections=1)
-        if attended is not None and may - embeddings >= {name, sequence[attended]}:
-            found.append(_as_attention(found[-1], trace, index, attended))
+        place, by_heads = _attended(trace, index, num_projections=1)
+        if by_heads and may - embeddings >= {name, sequence[place]}:
+            found.append(_as_attention(found[-1], trace, index, place, by_heads))
         is_pair = first.feeds is not None
         behind = [each for each in (first.beside, first.feeds) if each is not None] if is_pair else first.columns
         places = [index, *(index + each for each in behind)]
@@ -165,30 +165,35 @@ def profile_exchanges(
                 outputs=() if is_pair else outputs,
             )
             found.append(exchange)
-            attended = _attended(trace, index, num_projections=len(members))
-            if attended is not None and sequence[attended] in may - embeddings:
-                found.append(_as_attention(exchange, trace, index, attended))
+            place, by_heads = _attended(trace, index, num_projections=len(members))
+            if by_heads and sequence[place] in may - embeddings:
+                found.append(_as_attention(exchange, trace, index, place, by_heads))
     return tuple(found)
 
 
-def _attended(trace: Trace, index: int, *, num_projections: int) -> int | None:
-    """Place of the operator that takes what attention makes of so many from this one on; None where there is none."""
+def _attended(trace: Trace, index: int, *, num_projections: int) -> tuple[int, str]:
+    """Place of the operator that takes what attention makes of so many from this one on, and the kind of exchange.
+
+    The kind is empty where there is none.
+    """
     found = {
-        index + handed.attended if handed.attended and handed.num_projections == num_projections else None
+        (index + handed.attended, handed.by_heads)
+        if handed.attended and handed.num_projections == num_projections
+        else (index, "")
         for parts in trace.activations.values()
         if (handed := parts[index].handed) is not None
     }
-    return next(iter(found)) if len(found) == 1 else None
+    return next(iter(found)) if len(found) == 1 else (index, "")
 
 
-def _as_attention(columns: Exchange, trace: Trace, index: int, attended: int) -> Exchange:
+def _as_attention(columns: Exchange, trace: Trace, index: int, attended: int, kind: str) -> Exchange:
     """Exchange of an operator, or of columns of one input, together with the operator at this place, by heads."""
     at = {size: parts[attended] for size, parts in trace.activations.items()}
     handed = {size: part.handed for size, part in at.items() if part.handed is not None}
     heads = [each.num_heads for parts in trace.activations.values() if (each := parts[index].handed) is not None]
     return dataclasses.replace(
         columns,
-        kind="attention",
+        kind=kind,
         operators=(*columns.operators, trace.calls.sequence[attended]),
         output_bytes=affine({size: each.output_bytes for size, each in handed.items()}),
         saved_again=(*columns.saved_again, affine({size: part.own_saved_bytes for size, part in at.items()})),

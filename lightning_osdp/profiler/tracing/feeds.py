@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
-from lightning_osdp.core.exchange import MOST_COLUMNS, NUM_PROJECTED
+from lightning_osdp.core.exchange import MOST_COLUMNS
 from lightning_osdp.operations.splitting.splitters import SPLITTERS, class_name
 from lightning_osdp.operations.stationary.between import is_of_one_rank
 from lightning_osdp.operations.stationary.elementwise import is_elementwise, is_number_of_all
 from lightning_osdp.operations.stationary.exchanges import is_in_torch_func
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
-from lightning_osdp.profiler.tracing.attention import Attention
 from lightning_osdp.profiler.tracing.calls import Position
+from lightning_osdp.profiler.tracing.heads import Heads
 
 
 class Handed(NamedTuple):
@@ -45,11 +45,13 @@ class Handed(NamedTuple):
     """Numbers of segments to those of operators that are given the same input and follow, with no other operator in
     between; empty where this one follows another of them."""
     attended: int | None = None
-    """Number of segments to that of the one operator that takes what attention makes of the outputs of this one and of
-    the two that follow it, or of this one alone if it makes queries, keys and values; None where there is no such one,
-    or anything else takes these outputs."""
+    """Number of segments to that of the one operator that takes what is made by heads of the outputs of this one and of
+    the two that follow it, or of this one alone; None where there is no such one, or anything else takes these
+    outputs."""
+    by_heads: str = ""
+    """Kind of exchange that these operators can be."""
     num_projections: int = 0
-    """Number of operators that make queries, keys and values, this one and those that follow it."""
+    """Number of operators that make heads, this one and those that follow it."""
     num_heads: int = 0
     """Number of heads, those of keys if these are fewer."""
 
@@ -69,7 +71,7 @@ class Feeds(TorchDispatchMode):
         """Segment -> segments that its operator's one input has outputs of."""
         self._first_given = WeakIdKeyDictionary()
         """Input -> segment of the first operator that was given it."""
-        self._attention = Attention(1), Attention(NUM_PROJECTED)
+        self._heads = Heads()
         self._of_batch = set[int | None]()
         """Keys of storages of the batch, and of what is made of it."""
         self._has_read_batch = False  # values of it, of which Python may have made anything
@@ -91,8 +93,7 @@ class Feeds(TorchDispatchMode):
         if tensor is not None and tensor.is_floating_point():
             may_exchange = may_exchange and tensor.dim() > 1
         self._input = tensor if may_exchange else None
-        for attention in self._attention:
-            attention.take(self.running, given, may_exchange=may_exchange)
+        self._heads.take(self.running, given, may_exchange=may_exchange)
         for each in given:
             sources = self._of.get(storage_key(each), frozenset())
             self._take(sources, self.running if may_exchange else None)
@@ -108,15 +109,14 @@ class Feeds(TorchDispatchMode):
             self._handed[segment] = Handed(num_bytes, num_bytes if given.requires_grad else 0, output.nbytes)
             self._takers[segment] = set()
             self._note(output, frozenset([segment]))
-            for attention in self._attention:
-                attention.give(segment, output)
+            self._heads.give(segment, output)
         self.running = self._input = None
 
     def end(self, returned: Any) -> None:
         """Ends forward, which has returned this."""
         for tensor in tensors_in(returned):
             self._take(self._of.get(storage_key(tensor), frozenset()), None)
-            self._look(tensor)
+            self._heads.look(tensor)
 
     def by_segment(self) -> Mapping[int, Handed]:
         """Operators' inputs and outputs; without those of which nothing is known, or which have several inputs."""
@@ -125,19 +125,20 @@ class Feeds(TorchDispatchMode):
         for segment, known in self._handed.items():
             others = following.get(segment, ())
             handed = known._replace(columns=others)
-            for attention, projections in zip(self._attention, (others, ()), strict=True):
-                output = attention.output_of([segment, *(segment + each for each in projections)])
-                if output is not None:
-                    attended, num_heads = output[0] - segment, output[1]
-                    num_projections = len(projections) + 1
-                    handed = handed._replace(attended=attended, num_projections=num_projections, num_heads=num_heads)
             taker, fed_by = self._taker(segment)
             feeding = fed_by - {segment}
             if taker is not None and all(self._goes_with(segment, other) for other in feeding) and len(feeding) < 2:
                 beside = next((other - segment for other in feeding), None)
-                found[segment] = handed._replace(feeds=taker - segment, beside=beside)
-            else:
-                found[segment] = handed
+                handed = handed._replace(feeds=taker - segment, beside=beside)
+            output = self._heads.output_of([segment, *(segment + each for each in others)])
+            if output is not None:
+                handed = handed._replace(
+                    attended=output.segment - segment,
+                    by_heads=output.kind,
+                    num_projections=output.num_projections,
+                    num_heads=output.num_heads,
+                )
+            found[segment] = handed
         return found
 
     def _following(self) -> Mapping[int, tuple[int, ...]]:
@@ -172,7 +173,7 @@ class Feeds(TorchDispatchMode):
         if is_in_torch_func():
             for tensor in given:
                 self._take(self._of.get(storage_key(_unwrapped(tensor)), frozenset()), None)
-                self._look(_unwrapped(tensor))
+                self._heads.look(_unwrapped(tensor))
             return
         keys = [storage_key(tensor) for tensor in given]
         sources = frozenset[int]().union(*(self._of.get(key, frozenset()) for key in keys))
@@ -181,15 +182,12 @@ class Feeds(TorchDispatchMode):
             if is_of_one_rank(function, result) or not all(map(is_number_of_all, others)):
                 self._take(sources, None)
         if self.running is None and self.num_shown == 0:
-            for attention in self._attention:
-                known = (attention.is_followed(each) or isinstance(each, nn.Parameter) for each in given)
-                unknown = {storage_key(tensor) for tensor, is_known in zip(given, known, strict=True) if not is_known}
-                is_alike = not unknown or (not self._has_read_batch and unknown.isdisjoint(self._of_batch))
-                attention.see(function, args, kwargs, result, is_alike=is_alike)
+            self._heads.see(function, args, kwargs, result, is_alike=self._is_alike)
 
-    def _look(self, tensor: Tensor) -> None:
-        for attention in self._attention:
-            attention.look(tensor)
+    def _is_alike(self, tensor: Tensor) -> bool:
+        """Tells if a tensor that no operator has made is the same on all ranks, as far as anybody can tell."""
+        is_of_batch = self._has_read_batch or storage_key(tensor) in self._of_batch
+        return isinstance(tensor, nn.Parameter) or not is_of_batch
 
     def add_batch(self, batch: Any) -> None:
         """Takes the batch, which may have other values on each rank."""
@@ -207,7 +205,7 @@ class Feeds(TorchDispatchMode):
             self._note_of_batch(tensor)
         self._has_read_batch |= is_of_batch and function.overloadpacket.__name__ == "_local_scalar_dense"
         for tensor in given if self.running is None and not self.num_shown else ():
-            self._look(tensor)
+            self._heads.look(tensor)
         if self.running is not None or function.namespace == "prim":
             return returned
         if sources:

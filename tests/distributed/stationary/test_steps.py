@@ -61,6 +61,7 @@ class Model(nn.Module):
         self.query, self.key, self.value = nn.Linear(width, 5, bias=False), linear(width, 5), linear(width, width)
         self.to_query, self.to_key, self.to_value = (linear(width, 16) for _ in range(3))
         self.output = linear(16, width)
+        self.by_head, self.of_heads = linear(width, 48), linear(16, width)
         self.head = nn.Linear(width, VOCABULARY)
 
     def attention(self, x):
@@ -69,6 +70,11 @@ class Model(nn.Module):
         )
         return self.output(F.scaled_dot_product_attention(*by_head, is_causal=True).transpose(1, 2).flatten(2))
 
+    def by_heads(self, x):
+        query, key, value = self.by_head(x).unflatten(-1, (4, -1)).transpose(1, 2).chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.of_heads(mixed.transpose(1, 2).flatten(2))
+
     def forward(self, indices):
         x = self.embedding(indices)
         for block in self.blocks:
@@ -76,6 +82,7 @@ class Model(nn.Module):
         x = x + self.lower(F.silu(self.gate(x)) * self.lift(x))
         x = x + torch.softmax(self.query(x) @ self.key(x).mT, -1) @ self.value(x)
         x = x + self.attention(x)
+        x = x + self.by_heads(x)
         return self.head(x + self.wide(torch.tanh(self.narrow(x))))
 
 
@@ -90,6 +97,7 @@ def _changed(model):
     kinds = [("embedding", ("embedding",)), ("column", ("head",)), ("row", ("wide",)), ("column", ("narrow",))]
     kinds += [("pair", ("gate", "lift", "lower")), ("column", ("query", "key", "value"))]
     kinds.append(("attention", ("to_query", "to_key", "to_value", "output")))
+    kinds.append(("heads", ("by_head", "of_heads")))
     for index in range(2):
         kinds += [("column", (f"blocks.{index}.qkv",)), ("row", (f"blocks.{index}.out",))]
         kinds.append(("pair", (f"blocks.{index}.up", f"blocks.{index}.down")))

@@ -26,7 +26,7 @@ from lightning_osdp.operations.stationary import is_stationary
 from lightning_osdp.strategy.dry_run import run_dry
 from lightning_osdp.strategy.planning import plan_fit
 from tests.distributed.support.fits import largest_difference, moving, shared_folder
-from tests.distributed.support.models import GPT, Attending, WideAttention, WideGated, WideMLP
+from tests.distributed.support.models import GPT, Attending, AttendingByHead, WideAttention, WideGated, WideMLP
 from tests.distributed.support.user_runs import Chain, ddp, difference, fitted, moved, plan_with, refusal
 from tests.distributed.users.test_user_models import Adversarial, Curvature, Penalty
 from tests.support.tiers import slow
@@ -49,6 +49,10 @@ EXCHANGES = {
     Attending: [
         ("attention", tuple(f"blocks.{index}.1.{name}" for name in ("query", "key", "value", "output")))
         for index in range(2)
+    ],
+    AttendingByHead: [
+        *(("heads", (f"blocks.{index}.1.qkv", f"blocks.{index}.1.output")) for index in range(2)),
+        *(("gated", (f"blocks.{index}.2.gate_up", f"blocks.{index}.2.down")) for index in range(2)),
     ],
 }
 
@@ -143,6 +147,16 @@ def test_training_of_attention_by_heads_equals_ddp(ranks, world_size, kind, mode
     for found in ranks(world_size).run(cases, names=names, make=Attending, kind=kind, mode=mode):
         for name, each in found.items():
             assert each["stationary"] == 8, name
+            assert each["plan"], name
+            assert each["moved"] > 1e-4, name
+            assert each["ddp"] < (1e-7 if "norm" in name else 1e-9), name
+
+
+@pytest.mark.parametrize("world_size", [2, slow(4)])
+def test_training_of_operators_that_make_a_head_or_gates_and_values_equals_ddp(ranks, world_size):
+    for found in ranks(world_size).run(cases, names=["adamw", *TWO], make=AttendingByHead):
+        for name, each in found.items():
+            assert each["stationary"] == 12, name  # with two slices of the operators of gates and values
             assert each["plan"], name
             assert each["moved"] > 1e-4, name
             assert each["ddp"] < (1e-7 if "norm" in name else 1e-9), name

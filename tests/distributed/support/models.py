@@ -217,14 +217,19 @@ class Heads(nn.Module):
 
 
 class HeadsOfOne(nn.Module):
-    """Attention whose queries, keys and values one operator makes."""
+    """Attention whose queries, keys and values one operator makes; ``by_head``: those of a head beside each other."""
 
-    def __init__(self, width, heads):
+    def __init__(self, width, heads, *, by_head=False):
         super().__init__()
         self.heads, self.qkv, self.output = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.by_head = by_head
 
     def forward(self, x):
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        made = self.qkv(x)
+        if self.by_head:
+            query, key, value = made.unflatten(-1, (self.heads, -1)).transpose(1, 2).chunk(3, -1)
+        else:
+            query, key, value = made.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
@@ -248,5 +253,36 @@ class WideAttendingOfOne(GPT):
         self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(96), HeadsOfOne(96, 8)) for _ in range(2)])
 
 
+class GatedByOne(nn.Module):
+    """A gated MLP, of which one operator makes gates and values."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class AttendingByHead(GPT):
+    """Blocks of attention that is made head by head, and gated MLPs of two operators."""
+
+    def __init__(self, optimizer="adamw", *, width=32, heads=8, **sizes):
+        super().__init__(optimizer, width=width, layers=2, **sizes)
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(nn.LayerNorm(width), HeadsOfOne(width, heads, by_head=True), GatedByOne(width, 2 * width))
+                for _ in range(2)
+            ]
+        )
+
+
+class WideAttendingByHead(AttendingByHead):
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer, width=96, length=16, vocabulary=200)
+
+
 MODELS |= {"wide_attending": WideAttending, "wide_attending_of_one": WideAttendingOfOne}
+MODELS |= {"wide_attending_by_head": WideAttendingByHead}
 MODELS |= {"wide_mlp": WideMLP, "wide_gpt": WideGPT, "wide_gated": WideGated, "wide_attention": WideAttention}

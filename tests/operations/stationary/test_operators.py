@@ -126,6 +126,14 @@ class OfOne(nn.Module):
         return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
 
 
+class ByHead(OfOne):
+    """Attention with queries, keys and values of each head beside each other."""
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (2, 6)).transpose(1, 2).chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
 OF_ONE = {"attention": ("qkv", "out")}
 
 
@@ -154,12 +162,37 @@ def test_one_operator_of_queries_keys_and_values_has_its_names_and_results(one_r
     assert torch.allclose(model(x), whole(x))
 
 
+class Gated(OfOne):
+    """A gated MLP, of which one operator makes gates and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(5, 8)
+
+    def forward(self, x):
+        gate, value = self.qkv(x).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * value)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(ByHead, "heads"), (Gated, "gated")])
+def test_features_of_one_operator_may_be_by_head_or_of_two_parts(one_rank, make, kind):
+    whole, x = make(), torch.randn(2, 3, 5)
+    model = changed(copy.deepcopy(whole), {kind: ("qkv", "out")})
+    assert torch.allclose(model(x), whole(x))
+    assert model.state_dict().keys() == whole.state_dict().keys()
+    for each in (model, whole):
+        each(x).square().sum().backward()
+    for name, parameter in whole.named_parameters():
+        own, _, of = name.partition(".")
+        parts = getattr(model.get_submodule(own), "slices", [model.get_submodule(own)])
+        found = torch.cat([getattr(part, of).grad.full_tensor() for part in parts])
+        assert torch.allclose(found, parameter.grad, atol=1e-6), name
+
+
 def test_one_operator_that_makes_other_numbers_of_features_is_refused():
     model = OfOne()
     model.qkv = nn.Linear(5, 13)
-    assert refusal(model, *OF_ONE, OF_ONE["attention"]) == (
-        "'qkv' does not make as many features of queries, keys and values"
-    )
+    assert refusal(model, *OF_ONE, OF_ONE["attention"]) == ("'qkv' does not make 3 parts of as many features")
 
 
 def test_the_second_of_a_pair_takes_only_what_the_first_has_made(one_rank):

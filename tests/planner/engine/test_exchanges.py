@@ -1,13 +1,14 @@
 """Units that move activations in place of weights: events, bytes sent and held, and seconds, counted by hand."""
 
 import dataclasses
+import re
 
 import pytest
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, HSDP, NODE_STATIONARY, STATIONARY, ZDP
 from lightning_osdp.core.cluster import Cluster, Link, Links
-from lightning_osdp.core.exchange import KINDS, Exchange, numbers_of_operators
+from lightning_osdp.core.exchange import BY_HEADS, KINDS, Exchange, numbers_of_operators
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import grouped, partition
@@ -29,9 +30,9 @@ FLOAT = 4
 def exchange(kind, operators=("first",), inputs=INPUTS, outputs=OUTPUTS, **fields):
     size = {"input": inputs, "input_gradient": inputs, "output": outputs}
     bytes_of = {f"{name}_bytes": Affine(0.0, FLOAT * ROWS * features) for name, features in size.items()}
-    num_columns = {"column": len(operators) if len(operators) > 1 else 0, "attention": len(operators) - 1}.get(kind, 0)
+    num_columns = len(operators) - 1 if kind in BY_HEADS else len(operators) * (kind == "column" and len(operators) > 1)
     others = {"saved_bytes": bytes_of["input_bytes"], "outputs": (bytes_of["output_bytes"],) * num_columns}
-    if kind == "attention":
+    if kind in BY_HEADS:
         others |= {"num_heads": 4, "saved_again": (Affine(),) * num_columns}
     return Exchange(kind, operators, **bytes_of | others | fields)
 
@@ -54,8 +55,9 @@ def test_a_rank_sends_what_the_closed_forms_of_each_kind_say(num_ranks, samples)
     of_three = sent("column", samples, num_ranks, ("q", "k", "v"))
     assert of_three == pytest.approx(others * (i + 3 * o / num_ranks))
     assert sent("pair", samples, num_ranks) == pytest.approx(others * (i + o))
-    for names in (("qkv", "o"), ("q", "k", "v", "o")):
-        assert sent("attention", samples, num_ranks, names) == pytest.approx(others * (i + o))
+    for kind in BY_HEADS:
+        for names in (("a", "b", "c", "d")[:number] for number in numbers_of_operators(kind)):
+            assert sent(kind, samples, num_ranks, names) == pytest.approx(others * (i + o))
     indices = {"input_bytes": Affine(0.0, 8.0 * ROWS), "input_gradient_bytes": Affine()}
     of_indices = (num_ranks - 1) * rows * 8
     assert sent("embedding", samples, num_ranks, **indices) == pytest.approx(others * o / num_ranks + of_indices)
@@ -70,7 +72,7 @@ def test_kinds_are_known_and_have_their_number_of_operators(kind, operators):
         Exchange(kind, operators)
     assert str(caught.value) == (
         f"Expected an exchange of one of {KINDS} with one operator, up to three columns of one input, two or three"
-        f" operators for a pair, or two or four for attention, got {kind!r} with {operators}."
+        f" operators for a pair, two or four for attention, or two for heads and gated, got {kind!r} with {operators}."
     )
 
 
@@ -80,10 +82,10 @@ def test_outputs_are_those_of_each_of_several_columns(operators, outputs):
         Exchange("column", operators, outputs=(Affine(),) * outputs)
 
 
-@pytest.mark.parametrize(("kind", "num_heads"), [("attention", 0), ("pair", 4), ("column", 1)])
+@pytest.mark.parametrize(("kind", "num_heads"), [*((kind, 0) for kind in sorted(BY_HEADS)), ("pair", 4), ("column", 1)])
 def test_heads_are_those_of_attention(kind, num_heads):
-    text = f"Expected a number of heads of attention, and of nothing else, got {num_heads} for a '{kind}' with"
-    with pytest.raises(ConfigurationError, match=text):
+    of_kinds = f"Expected a number of heads of one of {sorted(BY_HEADS)}, and of nothing else,"
+    with pytest.raises(ConfigurationError, match=re.escape(f"{of_kinds} got {num_heads} for a '{kind}' with")):
         exchange(kind, ("a", "b", "c", "d")[: numbers_of_operators(kind)[0]], num_heads=num_heads)
 
 
@@ -96,7 +98,7 @@ def test_inputs_of_all_ranks_stay_for_backward_but_where_each_takes_its_features
     x = Affine(0.0, FLOAT * ROWS * INPUTS)
     names = {kind: ("a", "b", "c", "d")[: numbers_of_operators(kind)[0]] for kind in KINDS}
     found = [saved_beyond(exchange(kind, names[kind]), RANKS) for kind in KINDS]
-    assert found == [x * 3, Affine(), x * 3, x * 3, x * 3]
+    assert found == [Affine() if kind == "row" else x * 3 for kind in KINDS]
     # another operator saves the same input
     assert saved_beyond(exchange("row", saved_bytes=Affine()), RANKS) == x
     assert saved_beyond(exchange("column", saved_bytes=Affine()), RANKS) == x * 4
@@ -412,11 +414,28 @@ def test_attention_of_one_operator_copies_parts_of_its_gradient(model, operator,
     assert beside("backward_workspace_bytes") == [max(y - x, 7 * x - y / 3 + g), 4 * y, 0]
 
 
+def test_one_operator_of_features_by_head_copies_its_gradient(model, operator):
+    names, i = ("qkv", "o"), Affine(0.0, 104.0)
+    operators = [operator(name, 4000, activation_bytes_per_sample=200) for name in names]
+    of_all = exchange("heads", names, fed_bytes=i)
+    profile = model(*operators, exchanges=(of_all,))
+    units = grouped(profile, {"": [], "qkv": names}, {"qkv": names})
+    found = Step(profile=profile, units=units, cluster=cluster(), workload=Workload(micro_batch_size=100))
+    segments, before = (in_modes(found, (DP, mode)).profile.segments for mode in (STATIONARY, ZDP))
+    x, y = 96 * 100, 144 * 100
+    pairs = zip(segments, before, strict=True)
+    beside = [each.backward_workspace_bytes.at(100) - other.backward_workspace_bytes.at(100) for each, other in pairs]
+    assert beside == [max(y - x, 4 * x), 4 * y, 0]
+
+
 @pytest.mark.parametrize(("num_heads", "may_move"), [(8, True), (4, True), (6, False), (2, False)])
-def test_heads_are_not_cut(model, operator, num_heads, may_move):
+@pytest.mark.parametrize("kind", ["attention", "heads", "gated"])
+def test_heads_are_not_cut(model, operator, kind, num_heads, may_move):
     names = ("q", "k", "v", "o")
     columns = exchange("column", names[:3])
-    of_all = exchange("attention", names, num_heads=num_heads)
+    if kind != "attention":
+        names, columns = ("qkv", "o"), exchange("column", ("qkv",))
+    of_all = exchange(kind, names, num_heads=num_heads)
     profile = model(*(operator(name, 4000) for name in names), exchanges=(columns, of_all))
     setting = Setting(
         profile=profile,
@@ -426,8 +445,11 @@ def test_heads_are_not_cut(model, operator, num_heads, may_move):
         modes=(ZDP, DP, STATIONARY),
         engine=FSDP2(),
     )
+    if not may_move and kind != "attention":
+        assert [*pair_units(setting)] == []
+        return
     (joined,) = pair_units(setting)
-    assert [len(unit.operators) for unit in joined.units] == ([0, 4] if may_move else [0, 3, 1])
+    assert [len(unit.operators) for unit in joined.units] == ([0, len(names)] if may_move else [0, len(names) - 1, 1])
     assert [STATIONARY in options for options in joined.costs.options] == [False, True, *[False] * (not may_move)]
 
 

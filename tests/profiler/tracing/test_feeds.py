@@ -528,20 +528,21 @@ def of_three(x):
 
 
 CUTS = {
-    "split": (lambda x: [part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in x.split(WIDTH, -1)], HEADS),
-    "unbound": (lambda x: of_three(x).unbind(0), HEADS),
-    "by head": (lambda x: x.unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(3, -1), 0),
-    "in another order": (lambda x: of_three(x.flip(-1)), 0),
+    "split": (lambda x: [part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in x.split(WIDTH, -1)], "attention"),
+    "unbound": (lambda x: of_three(x).unbind(0), "attention"),
+    "by head": (lambda x: x.unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(3, -1), "heads"),
+    "three of each head": (lambda x: x.unflatten(-1, (HEADS, 3, -1)).transpose(1, 2).unbind(3), "heads"),
+    "in another order": (lambda x: of_three(x.flip(-1)), ""),
 }
 
 
 @pytest.mark.parametrize("name", CUTS)
 def test_attention_is_found_where_one_operator_makes_queries_keys_and_values(name):
-    cut, num_heads = CUTS[name]
+    cut, kind = CUTS[name]
     batch, modules = torch.randn(2, LENGTH, WIDTH), {"attention": AttentionOfOne(cut)}
     exchanges = profiled(lambda m, x: m.attention(x * 1).sum(), modules, batch).exchanges
-    found = [each for each in exchanges if each.kind == "attention"]
-    assert [each.num_heads for each in found] == [num_heads] * bool(num_heads)
+    found = [each for each in exchanges if each.num_heads]
+    assert [(each.kind, each.num_heads) for each in found] == [(kind, HEADS)] * bool(kind)
     for each in found:
         assert each.operators == ("attention.qkv", "attention.output")
         row = Affine(0.0, 4.0 * LENGTH * WIDTH)
@@ -578,6 +579,36 @@ def test_attention_that_knows_heads_or_samples_apart_moves_by_its_operators(name
     found = profiled(lambda m, x: m.attention(x * 1).sum(), modules, batch).exchanges
     assert "attention" not in {each.kind for each in found}
     assert ("column", 3) in {(each.kind, len(each.operators)) for each in found} or name == "looked at"
+
+
+GATES = {
+    "halves": (lambda x: x.chunk(2, -1), "gated"),
+    "slices": (lambda x: (x[..., :WIDTH], x[..., WIDTH:]), "gated"),
+    "by turns": (lambda x: x.unflatten(-1, (WIDTH, 2)).unbind(-1), ""),
+    "every other": (lambda x: (x[..., ::2], x[..., 1::2]), ""),
+    "norm of gates": (lambda x: (F.layer_norm(x[..., :WIDTH], (WIDTH,)), x[..., WIDTH:]), ""),
+    "scaled gates": (lambda x: (x[..., :WIDTH] * torch.ones(WIDTH), x[..., WIDTH:]), ""),
+    "unequal": (lambda x: (x[..., 2 : WIDTH + 2], x[..., WIDTH:]), ""),
+    "swapped": (lambda x: torch.cat(x.chunk(2, -1)[::-1], -1).chunk(2, -1), ""),
+}
+
+
+@pytest.mark.parametrize("name", [*GATES, "glu"])
+def test_gates_and_values_of_one_operator_are_found_where_each_feature_is_alike(name):
+    cut, kind = GATES.get(name, (None, "gated"))
+    modules = {"up": nn.Linear(WIDTH, 2 * WIDTH), "down": nn.Linear(WIDTH, WIDTH)}
+
+    def step(m, x):
+        made = m.up(x * 1)
+        if cut is None:
+            return m.down(F.glu(made)).sum()
+        gates, values = cut(made)
+        return m.down(F.silu(gates) * values).sum()
+
+    found = profiled(step, modules, torch.randn(2, LENGTH, WIDTH)).exchanges
+    assert [(each.kind, each.operators, each.num_heads) for each in found if each.num_heads] == [
+        (kind, ("up", "down"), WIDTH)
+    ] * bool(kind)
 
 
 class Probed(nn.Module):
@@ -654,7 +685,14 @@ def test_attention_of_two_inputs_moves_by_its_operators():
 
 @pytest.mark.parametrize(
     ("name", "num_heads"),
-    [("LlamaForCausalLM", 2), ("Qwen3ForCausalLM", 2), ("BertForMaskedLM", 4), ("GPT2LMHeadModel", 4), ("T5", 0)],
+    [
+        ("LlamaForCausalLM", 2),
+        ("Qwen3ForCausalLM", 2),
+        ("BertForMaskedLM", 4),
+        ("GPT2LMHeadModel", 4),
+        ("GPTNeoXForCausalLM", 4),
+        ("T5", 0),
+    ],
 )
 def test_attention_of_transformers_is_found(name, num_heads):
     transformers = pytest.importorskip("transformers")
@@ -673,4 +711,5 @@ def test_attention_of_transformers_is_found(name, num_heads):
     tokens = torch.arange(10).view(2, 5)
     batch = {"labels": tokens, **batch, "input_ids": tokens}
     found = profiled(lambda m, x: m.model(**x).loss, {"model": model}, batch).exchanges
-    assert [each.num_heads for each in found if each.kind == "attention"] == [num_heads] * bool(num_heads)
+    kind = "heads" if "NeoX" in name else "attention"
+    assert [(each.kind, each.num_heads) for each in found if each.num_heads] == [(kind, num_heads)] * bool(num_heads)

@@ -166,7 +166,12 @@ def looked_at(most, kind):
     run, (batches, *_) = made(PLANS[kind](base_plan("both")), most), batches_by_step()
     first, last = run.module.first, run.module.last
     in_hooks, in_backward = [], []
-    last.weight.register_post_accumulate_grad_hook(lambda weight: in_hooks.append(weight.grad.to_local().clone()))
+
+    def look_at(weight):
+        assert not torch.is_grad_enabled()
+        in_hooks.append(weight.grad.to_local().clone())
+
+    last.weight.register_post_accumulate_grad_hook(look_at)
     looked = run.module.alone.up.weight
     shards = (last.weight, looked)
     first.register_forward_hook(lambda _, __, output: hold(output))
