@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -128,7 +128,7 @@ class Device:
                 (ShardedModel, "_update_ahead", self._update_ahead),
                 (host_shards._OnHost, "copy_ahead", self._copy_ahead),
                 (host_shards._OnHost, "_sent", self._sent),
-                (host_shards, "add_gradient", self._add_gradient),
+                (host_shards, "add_gradients", self._add_gradients),
                 (FSDPParam, "to_sharded_dtensor", self._to_sharded),
                 (FSDPParamGroup, "finalize_backward", self._finalize),
             ):
@@ -241,11 +241,12 @@ class Device:
 
         return get
 
-    def _add_gradient(self, add_gradient: Callable[..., None]) -> Callable[..., None]:
-        def run(shard: Tensor, gradient: Any, *, is_kept: bool) -> None:
-            if is_kept:
+    def _add_gradients(self, add_gradients: Callable[..., None]) -> Callable[..., None]:
+        def run(gradients: Iterable[tuple[Tensor, Any]], *, is_kept: bool) -> None:
+            pairs = [*gradients]
+            for _, gradient in pairs if is_kept else ():
                 self._gradients_s = self.copy("out", gradient._local_tensor.nbytes, self.free_s)
-            add_gradient(shard, gradient, is_kept=is_kept)
+            add_gradients(pairs, is_kept=is_kept)
 
         return run
 
