@@ -100,7 +100,7 @@ def _cut(operator: Operator, num_features: int | None, flows: Mapping[str, Flow]
 def profile_exchanges(
     module: nn.Module, operators: Sequence[OperatorProfile], trace: Trace, *, is_followed: bool
 ) -> tuple[Exchange, ...]:
-    """Operators, pairs, and columns of one input, whose activations can move in place of their weights.
+    """Operators, by themselves and several together, whose activations can move in place of their weights.
 
     Each can be a unit, is trained as a whole, is called once, has no hooks, and is not compiled. An operator with
     features on both sides could move them in two ways: the one that sends fewer bytes is taken. Where the trace has
