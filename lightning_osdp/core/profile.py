@@ -260,7 +260,7 @@ class ModelProfile(Stored):
     batch_bytes: Affine = ZERO
     exchanges: tuple[Exchange, ...] = ()
     """Operators, by themselves and several together, whose activations can move in place of their weights; an operator
-    may be in several of these. Those together are known only where the profiler was asked to look for them."""
+    may be in several of these. Several together are known only where the profiler was asked to look for them."""
     children_apart: bool = False
     """True: backward may run after each child of the root, as in manual optimization, and not for all at once."""
     notes: tuple[str, ...] = ()
