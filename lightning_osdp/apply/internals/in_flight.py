@@ -107,33 +107,35 @@ class Reductions:
 
     def _all_reduce(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
         """Ends backward of a unit that all nodes or ranks have; begins the all-reduce that torch would wait for."""
-        is_copied = (
-            resident.is_replicated(group) and group._all_reduce_hook is None and group.gradient_divide_factor is None
-        )
-        is_taken_up = _has_hooks(group)
-        if not (group.reduce_grads and group.all_reduce_grads) or (is_taken_up and not is_copied):
+        is_left_to_torch = group._all_reduce_hook is not None or not (group.reduce_grads and group.all_reduce_grads)
+        if resident.is_replicated(group) and group.gradient_divide_factor is None and not is_left_to_torch:
+            self._all_reduce_copies(group)
+            return
+        if is_left_to_torch or _has_hooks(group):
             post_backward(*unused)
             return
         given = [*compress(group.fsdp_params, backward.are_given_gradients(group))]
-        if is_copied:
-            self.make_room()
-            # inputs of those that have ended, which torch drops here, too
-            getattr(group.comm_ctx, "reduce_scatter_states", []).clear()
-            group._training_state = TrainingState.POST_BACKWARD
-            with record_function(f"FSDP::post_backward_reduce ({group._module_fqn})"):
-                output = _copied_gradients(group, given)
-        else:
-            group.all_reduce_grads = False
-            try:
-                post_backward(*unused)
-            finally:
-                group.all_reduce_grads = True
-            output, group._partial_reduce_output = group._partial_reduce_output, None
-        if output is None:
+        group.all_reduce_grads = False
+        try:
+            post_backward(*unused)
+        finally:
+            group.all_reduce_grads = True
+        output, group._partial_reduce_output = group._partial_reduce_output, None
+        if output is not None:
+            self.begin(_begun_all_reduce(group, given, output))
+
+    def _all_reduce_copies(self, group: Any) -> None:
+        """Begins the all-reduce of copies of gradients, or takes it where hooks of users are given these at once."""
+        given = [*compress(group.fsdp_params, backward.are_given_gradients(group))]
+        self.make_room()
+        # inputs of those that have ended, which torch drops here, too
+        getattr(group.comm_ctx, "reduce_scatter_states", []).clear()
+        group._training_state = TrainingState.POST_BACKWARD
+        if not given:
             return
-        begun = _begun_all_reduce(group, given, output)
-        del output
-        if not is_taken_up:
+        with record_function(f"FSDP::post_backward_reduce ({group._module_fqn})"):
+            begun = _begun_all_reduce(group, given, _copied_gradients(group, given))
+        if not _has_hooks(group):
             self.begin(begun)
             return
         begun.end()
@@ -278,13 +280,11 @@ def _begun_reduce_scatter(
 
 
 @torch.no_grad()
-def _copied_gradients(group: Any, parameters: Sequence[Any]) -> Tensor | None:
-    """Copies gradients of a unit that each rank has all of into a flat tensor, and drops them; None of no parameters.
+def _copied_gradients(group: Any, parameters: Sequence[Any]) -> Tensor:
+    """Copies gradients of a unit that each rank has all of into a flat tensor, and drops them.
 
     Torch does the same with a second tensor of that size, into which it copies the first.
     """
-    if not parameters:
-        return None
     flat = torch.empty(
         sum(each.padded_sharded_param_size.numel() for each in parameters),
         dtype=parameters[0].reduce_dtype or parameters[0].orig_dtype,

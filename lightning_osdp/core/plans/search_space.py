@@ -40,7 +40,7 @@ class SearchSpace:
     """Sharding modes that a unit may take: ``("ZDP",)`` frees every one after forward, ``("DP",)`` keeps all parameters
     gathered; ``("hpZ",)`` leaves a shard in each node; ``("HSDP", "HDP")`` shards in the node and replicates across. On
     one node these are ZDP and DP. ``resident`` keeps frozen units for ever. ``replicated`` has all of a trained unit on
-    each rank, and all-reduces its gradients. ``stationary`` moves activations of operators and of pairs in place of
+    each rank, and all-reduces its gradients. ``stationary`` moves activations of operators in place of
     their weights, and ``node_stationary`` among the ranks of each node. None: all in which weights move,
     ``replicated`` only where a tenth of the model or less is trained, by elementwise optimizers and not with manual
     optimization, and operators by themselves may move activations if a step is predicted to take a fifth less so, and

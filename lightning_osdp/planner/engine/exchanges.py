@@ -155,10 +155,10 @@ def _by_segment(step: Step, exchanges: Mapping[Exchange, int]) -> dict[int, _Bes
         besides = _beside(each, n, samples, gradients=shards, there=there)
         found |= {places[name]: beside for name, beside in zip(each.operators, besides, strict=True)}
         # gathered gradients of the input are there until the first of several columns has come
-        last = {"column": -1, "attention": -2}.get(each.kind, 0)
+        last = -2 if each.num_heads else -1 if each.is_shared else 0
         between = range(places[each.operators[0]], places[each.operators[last]])
         # and what is gathered for attention stays until the last of its projections, which it does in evaluations, too
-        kept = n * each.input_bytes.at(samples) if each.kind == "attention" else 0.0
+        kept = n * each.input_bytes.at(samples) if each.num_heads else 0.0
         more = _Beside(backward=(n - 1) * each.input_gradient_bytes.at(samples), evaluation=kept)
         found |= {index: more for index in between if index not in found}
     return found

@@ -141,7 +141,7 @@ def profile_exchanges(
         found.append(Exchange(kind, (name,), given, needed, made, saved))
         place, by_heads = _attended(trace, index, num_projections=1)
         if by_heads and may - embeddings >= {name, sequence[place]}:
-            found.append(_as_attention(found[-1], trace, index, place, by_heads))
+            found.append(_with_output(found[-1], trace, index, place, by_heads))
         is_pair = first.feeds is not None
         behind = [each for each in (first.beside, first.feeds) if each is not None] if is_pair else first.columns
         places = [index, *(index + each for each in behind)]
@@ -167,12 +167,12 @@ def profile_exchanges(
             found.append(exchange)
             place, by_heads = _attended(trace, index, num_projections=len(members))
             if by_heads and sequence[place] in may - embeddings:
-                found.append(_as_attention(exchange, trace, index, place, by_heads))
+                found.append(_with_output(exchange, trace, index, place, by_heads))
     return tuple(found)
 
 
 def _attended(trace: Trace, index: int, *, num_projections: int) -> tuple[int, str]:
-    """Place of the operator that takes what attention makes of so many from this one on, and the kind of exchange.
+    """Place of the operator that takes what is made by heads of so many from this one on, and the kind of exchange.
 
     The kind is empty where there is none.
     """
@@ -186,7 +186,7 @@ def _attended(trace: Trace, index: int, *, num_projections: int) -> tuple[int, s
     return next(iter(found)) if len(found) == 1 else (index, "")
 
 
-def _as_attention(columns: Exchange, trace: Trace, index: int, attended: int, kind: str) -> Exchange:
+def _with_output(columns: Exchange, trace: Trace, index: int, attended: int, kind: str) -> Exchange:
     """Exchange of an operator, or of columns of one input, together with the operator at this place, by heads."""
     at = {size: parts[attended] for size, parts in trace.activations.items()}
     handed = {size: part.handed for size, part in at.items() if part.handed is not None}

@@ -226,7 +226,7 @@ def test_what_is_frozen_is_gathered_once_and_training_is_that_of_ddp(
 
 
 def enters_units():
-    """How often torch enters units of a fit: at modules of frozen ones, and at each module of the others."""
+    """Number of times that torch enters units of a fit: at modules of frozen ones, and at each module of the others."""
     plan, frozen = planned()
     for modules in JOINED:
         plan = with_unit(plan, modules)
